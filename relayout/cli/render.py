@@ -82,6 +82,8 @@ def copied(done: Copied) -> Iterator[Block]:
     yield Line(f"{decimal(now_nbytes)} in {_time(now_nbytes, done.seconds)}")
     if done.resumed_nbytes:
         yield Line(f"{decimal(done.resumed_nbytes)} of it was done by an interrupted copy")
+    if done.reused_nbytes:
+        yield Line(f"{decimal(done.reused_nbytes)} of it came from an older version, and was not read from the source")
 
 
 def units(done: ConvertedUnits) -> Iterator[Block]:

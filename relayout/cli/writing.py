@@ -238,6 +238,7 @@ def restore(
     rich_help_panel="Distribute",
     epilog=examples(
         "copy s3://bucket/llama-3.1-8b-tp8 /nvme/llama --ranks 0-3",
+        "copy s3://bucket/llama-v2 /nvme/llama-v2 --reuse /nvme/llama-v1",
         "copy llama-3.1-8b-tp8 gs://bucket/llama",
     ),
 )
@@ -245,6 +246,14 @@ def copy(
     path: Annotated[str, typer.Argument(metavar="SRC", help="A folder that `relayout convert` wrote, or its URL.")],
     output_folder: Annotated[str, typer.Argument(metavar="DST", help="The folder or prefix to write.")],
     ranks: RanksOption = None,
+    reuse: Annotated[
+        str | None,
+        typer.Option(
+            "--reuse",
+            metavar="OLD",
+            help="An older version near DST: bytes that it has are not read from SRC. With --force: DST itself.",
+        ),
+    ] = None,
     trust: TrustOption = None,
     threads: ThreadsOption = 8,
     memory: MemoryOption = "512MiB",
@@ -273,6 +282,7 @@ def copy(
             path,
             output_folder,
             ranks=ranks,
+            reuse=reuse,
             force=force,
             trust=trust,
             threads=threads,

@@ -8,6 +8,7 @@ from __future__ import annotations
 import os
 import time
 from collections.abc import Iterable, Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -17,15 +18,18 @@ from relayout.checkpoint.converted import (
     check_header,
     check_present,
     find_faults,
+    find_manifest,
     find_manifest_blob,
     find_signature,
     names_of,
     read_chunk_digests,
+    read_manifest,
     read_manifest_blob,
     read_record,
     sizes_of,
 )
 from relayout.checkpoint.delta import DeltaStore, Paths, read_deltas, with_deltas
+from relayout.checkpoint.reuse import Contents, Reuse, read_into
 from relayout.checkpoint.trust import Trust, policy_over, trusted
 from relayout.conversion.resume import other_option
 from relayout.conversion.run import DEFAULT_MEMORY, DEFAULT_THREADS, share_memory
@@ -33,7 +37,7 @@ from relayout.conversion.sidecar import find_other_files, modes_of, put_index
 from relayout.core.arguments import folder_text, ranks_text
 from relayout.core.arguments import ranks as parse_ranks
 from relayout.core.digests import OrderedDigests, digest_hex, new_proof
-from relayout.core.extents import Extent, align_up, split
+from relayout.core.extents import Extent, split
 from relayout.core.workers import Stop, Workers
 from relayout.errors import FormatError, PlanError
 from relayout.format.index import (
@@ -99,6 +103,8 @@ class Copied(Result):
     """Bytes of the rank files."""
     resumed_nbytes: int
     """Bytes of the files that an interrupted copy had finished: these were not copied again."""
+    reused_nbytes: int
+    """Bytes of the rank files that came from an older folder instead of the source."""
     seconds: float
     peak_nbytes: int
     """The most memory that the process ever held (resident)."""
@@ -152,6 +158,7 @@ def copy(
     output: str | os.PathLike[str],
     *,
     ranks: Ranks = None,
+    reuse: str | os.PathLike[str] | None = None,
     force: bool = False,
     trust: Trust = None,
     threads: int = DEFAULT_THREADS,
@@ -165,6 +172,9 @@ def copy(
         path: the converted folder, or its URL. Never written to.
         output: the folder or prefix to make. It appears complete or not at all, and says which ranks it has.
         ranks: such as range(4) or "0-3"; None: all that the folder has.
+        reuse: an older version of the converted folder, or its URL, near the output. Bytes that it has are read from
+            there instead of from `path`, and compared with the digests of `path`. Never written to. None: with `force`,
+            the local output that is replaced; else nothing is reused.
         force: replace an output that relayout wrote, or discard an interrupted attempt at another.
         trust: whose signature is wanted, as for `load`.
         threads: threads that read, hash and write.
@@ -186,7 +196,26 @@ def copy(
         (0, 1, 2, 3)
     """
     source = trusted(find_input(path).snapshot(), trust)
-    return copy_from(source, [source], output, ranks, force, threads, memory, progress, scratch)
+    older = _find_older(reuse, output, force=force)
+    return copy_from(source, [source], output, ranks, force, threads, memory, progress, scratch, older)
+
+
+def _find_older(
+    reuse: str | os.PathLike[str] | None, output: str | os.PathLike[str], *, force: bool
+) -> tuple[Store, Contents] | None:
+    """Return the older folder that bytes are taken from, and its index; None: there is none."""
+    if reuse is not None:
+        store = find_input(reuse).snapshot()
+        manifest = read_manifest(store)
+        return store, Contents.read(store, manifest, manifest.present)
+    store = find_store(output)
+    if not force or store.cost.is_remote:
+        return None
+    try:  # What is wrong with it is no error: it is to be replaced.
+        found = find_manifest(store)
+        return None if found is None else (store, Contents.read(store, found, found.present))
+    except (FormatError, OSError):
+        return None
 
 
 def differences_from_copy(
@@ -293,8 +322,13 @@ def copy_from(
     memory: int | str,
     progress: Progress,
     scratch: str | os.PathLike[str] | None = None,
+    older: tuple[Store, Contents] | None = None,
 ) -> Copied:
-    """Copy from a store of which no file changes, as `copy` does; `inputs` are those that its bytes come from."""
+    """Copy from a store of which no file changes, as `copy` does; `inputs` are those that its bytes come from.
+
+    Args:
+        older: a folder whose bytes are taken where they are the same, and its index.
+    """
     started = time.monotonic()
     target = find_store(output)
     threads, piece_nbytes = share_memory(threads, memory, target)
@@ -312,7 +346,8 @@ def copy_from(
         scratch=folder_text(scratch, "scratch"),
     )
     with place.begin(work) as made:
-        copying = _Copying(source, manifest, kept, made)
+        reuse = None if older is None else Reuse(Contents.read(source, manifest, kept.present), *older)
+        copying = _Copying(source, manifest, kept, made, reuse)
         others_nbytes = sum(side.nbytes for side in record.side_files) + len(blob)
         resumed_nbytes = copying.copy_parts(
             threads, min(piece_nbytes, source.cost.request_nbytes), others_nbytes, progress
@@ -329,6 +364,7 @@ def copy_from(
         num_files=len(kept.files),
         nbytes=nbytes,
         resumed_nbytes=resumed_nbytes,
+        reused_nbytes=0 if reuse is None else reuse.nbytes,
         seconds=time.monotonic() - started,
         peak_nbytes=peak_nbytes(),
     )
@@ -348,13 +384,18 @@ def _kept(folder: Store, ranks: Ranks) -> tuple[bytes, Manifest, Manifest]:
 class _Copying:
     """Copies rank files, and compares the digest of every chunk."""
 
-    def __init__(self, source: Store, manifest: Manifest, kept: Manifest, output: Output) -> None:
+    def __init__(
+        self, source: Store, manifest: Manifest, kept: Manifest, output: Output, reuse: Reuse | None = None
+    ) -> None:
         self._source = source
         self._output = output
         self._chunk_nbytes = manifest.chunk_nbytes
         self._files: tuple[IndexedFile, ...] = kept.files
-        number = {file.name: index for index, file in enumerate(manifest.files)}
-        self.digests = [read_chunk_digests(source, manifest, number[file.name]) for file in kept.files]
+        self._reuse = reuse
+        by_name = {file.name: index for index, file in enumerate(manifest.files)}
+        self._numbers = [by_name[file.name] for file in kept.files]
+        """The number of each file in the source's manifest."""
+        self.digests = [read_chunk_digests(source, manifest, number) for number in self._numbers]
         """The digests of the chunks of each file."""
         self._hashes = OrderedDigests(Stop(), new_proof)
         self._inputs = OpenFiles(self._open_input)
@@ -371,7 +412,8 @@ class _Copying:
         left = [self._files[index].nbytes for index in range(len(sizes)) if index not in kept]
         self._output.check_space(sum(left) + sum(left) // 2**16 + others_nbytes, max(left, default=0))
         done = resumed_nbytes = sum(sizes[index] for index in kept)
-        with reporting(progress, "copying", sum(sizes)) as report, self._inputs, self._outputs:
+        reused = nullcontext() if self._reuse is None else self._reuse
+        with reporting(progress, "copying", sum(sizes)) as report, self._inputs, self._outputs, reused:
             report(done)
             for index in sorted(set(range(len(sizes))) - kept):
                 file = self._files[index]
@@ -379,7 +421,7 @@ class _Copying:
                 pieces = ((index, piece) for chunk in chunks for piece in split(chunk, piece_nbytes))
                 stop = Stop()
                 self._hashes = OrderedDigests(stop, new_proof)
-                Workers(threads, pieces, Buffer, self._copy, stop).run(report.after(done))
+                Workers(threads, pieces, _Memory, self._copy, stop).run(report.after(done))
                 self._complete(index)
                 self._output.keep(_part_name(index), b"")
                 done += sizes[index]
@@ -393,17 +435,21 @@ class _Copying:
         file = self._files[index]
         return self._output.write(file.name, file.nbytes)
 
-    def _copy(self, buffer: Buffer, item: tuple[int, Extent]) -> int:
+    def _copy(self, memory: _Memory, item: tuple[int, Extent]) -> int:
         index, piece = item
         file = self._files[index]
         blocks = piece.aligned()  # As the output is written.
-        memory = buffer.reserve(blocks.nbytes)
-        with self._inputs.use(index) as opened:
-            wanted = piece.aligned(opened.alignment)
-            opened.read(wanted.offset, memory[wanted.offset - blocks.offset : wanted.end - blocks.offset])
-        view = memory[piece.offset - blocks.offset : piece.end - blocks.offset]
+        there = memory.bytes.reserve(blocks.nbytes)
+        view = there[piece.offset - blocks.offset : piece.end - blocks.offset]
+        is_proven = self._reused(index, piece, view, memory.scratch)
+        if not is_proven:
+            with self._inputs.use(index) as opened:
+                wanted = piece.aligned(opened.alignment)
+                opened.read(wanted.offset, there[wanted.offset - blocks.offset : wanted.end - blocks.offset])
         with self._outputs.use(index) as output:
             output.write(piece.offset, view, piece.offset - blocks.offset)
+        if is_proven:
+            return piece.nbytes
         for number, chunk, part in chunks_over(piece, file.data_start, file.nbytes, self._chunk_nbytes):
             inside = view[part.offset - piece.offset : part.end - piece.offset]
             digest = self._hashes.update((index, number), part.offset - chunk.offset, inside, chunk.nbytes)
@@ -411,15 +457,36 @@ class _Copying:
                 check_chunk(digest, self.digests[index], number, chunk, self._source.location(file.name))
         return piece.nbytes
 
+    def _reused(self, index: int, piece: Extent, view: memoryview, scratch: Buffer) -> bool:
+        """Fill memory with a chunk, or the header, as far as an older folder has it. False: it must be read whole."""
+        if self._reuse is None:
+            return False
+
+        def rest(extent: Extent, part: memoryview) -> None:
+            with self._inputs.use(index) as opened:
+                read_into(opened, extent, part, scratch)
+
+        return self._reuse.fill(self._numbers[index], piece, view, scratch, rest)
+
     def _complete(self, index: int) -> None:
         """Copy the header of a file, of which all else is copied."""
         file = self._files[index]
-        with self._inputs.use(index) as opened:
-            head = memoryview(bytearray(align_up(file.data_start, opened.alignment)))
-            opened.read(0, head)
-        head = head[: file.data_start]
+        head = memoryview(bytearray(file.data_start))
+        if not self._reused(index, Extent(0, file.data_start), head, scratch := Buffer()):
+            with self._inputs.use(index) as opened:
+                read_into(opened, Extent(0, file.data_start), head, scratch)
         check_header(head, file.header_digest, self._source.location(file.name))
         self._output.head(file.name, bytes(head), file.nbytes)
+
+
+class _Memory:
+    """Memory of one thread."""
+
+    def __init__(self) -> None:
+        self.bytes = Buffer()
+        """For what is copied."""
+        self.scratch = Buffer()
+        """For reads that direct I/O cannot place there."""
 
 
 def _part_name(index: int) -> str:

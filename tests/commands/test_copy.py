@@ -12,11 +12,13 @@ import signal
 import subprocess
 from collections.abc import Callable, Iterator
 from contextlib import suppress
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
+from safetensors.numpy import load_file, save_file
 from support import prestarted, toy_store
 from support.bits import flip
 from support.faults import environment
@@ -503,6 +505,158 @@ def test_an_object_that_changes_while_it_is_copied_is_an_error(
     with pytest.raises(FormatError, match=r"model-rank-1-part-0\.safetensors: (was replaced|bytes .* damaged)"):
         relayout.copy("toy://copies/all", tmp_path / "out", ranks="1-2")
     assert not (tmp_path / "out").exists()
+
+
+# An older version, of which bytes are reused.
+
+
+@pytest.fixture(scope="session")
+def tuned(source: Path) -> Path:
+    """The same model with other weights in its second layer, converted alike; nothing else differs."""
+    place = source / "tuned"
+    shutil.copytree(source / "model", place / "model")
+    for path in (place / "model").glob("*.safetensors"):
+        tensors = load_file(path)
+        save_file({name: -t if ".1." in name else t for name, t in tensors.items()}, path, {"format": "pt"})
+    relayout.convert(place / "model", place / "ranks", tp=TP, max_part_nbytes=2 * 10**6)
+    return place
+
+
+@pytest.fixture
+def remote(tuned: Path, shelf: toy_store.Shelf) -> str:
+    """The tuned model in a store, which counts what is read."""
+    relayout.copy(tuned / "ranks", "toy://copies/new")
+    shelf.log.clear()
+    return "toy://copies/new"
+
+
+def tuned_nbytes(tuned: Path) -> int:
+    """Bytes of the tensors that changed, of all ranks together."""
+    tensors = read_tensors(tuned / "model")
+    return sum(tensor.nbytes * (1 if tensor.ndim > 1 else TP) for name, tensor in tensors.items() if ".1." in name)
+
+
+def test_what_an_older_version_has_is_not_read_from_the_source(
+    source: Path, tuned: Path, remote: str, shelf: toy_store.Shelf, tmp_path: Path
+) -> None:
+    old = Path(shutil.copytree(source / "ranks", tmp_path / "old"))
+    done = relayout.copy(remote, tmp_path / "out", reuse=old)
+    assert content(tmp_path / "out") == content(tuned / "ranks")
+    assert content(old) == content(source / "ranks")
+    data_nbytes = sum(file.nbytes for file in read_manifest(find_input(tuned / "ranks")).files)
+    assert 0 <= data_nbytes - done.reused_nbytes - tuned_nbytes(tuned) < data_nbytes // 50
+    assert shelf.read_nbytes < data_nbytes - done.reused_nbytes + 2**16
+    assert hidden(tmp_path) == []
+
+
+def test_the_output_that_is_replaced_is_reused_and_another_only_if_it_is_named(
+    source: Path, tuned: Path, remote: str, shelf: toy_store.Shelf, tmp_path: Path
+) -> None:
+    out = tmp_path / "out"
+    assert relayout.copy(source / "ranks", out).reused_nbytes == 0
+    done = json.loads(CliRunner().invoke(app, ["copy", remote, str(out), "--force", "--json", "--quiet"]).stdout)
+    assert content(out) == content(tuned / "ranks")
+    assert 0.5 * done["nbytes"] < done["reused_nbytes"] < done["nbytes"]
+    shelf.log.clear()
+    done = relayout.copy(remote, out, ranks="1-2", force=True)
+    assert done.reused_nbytes == done.nbytes  # Of the same version, all.
+    assert shelf.read_nbytes < done.nbytes // 100
+    printed = CliRunner().invoke(app, ["copy", remote, str(tmp_path / "other"), "--reuse", str(tuned / "ranks")])
+    assert "came from an older version" in " ".join(printed.stdout.split())
+    assert content(tmp_path / "other") == content(tuned / "ranks")
+
+
+def test_an_older_version_that_changes_meanwhile_gives_no_wrong_byte(
+    source: Path, tuned: Path, remote: str, shelf: toy_store.Shelf, tmp_path: Path
+) -> None:
+    """Once its index is read: other weights of the same lengths, under each name in turn."""
+    relayout.copy(source / "ranks", "toy://copies/old")
+    for name in [name for name in shelf.names("old/") if name.endswith(".safetensors")]:
+        blob = bytes(byte ^ 0xFF for byte in shelf.objects[name][0])
+        shelf.faults.append(toy_store.Fault("read", name, after=1, act=partial(shelf.write, name, blob)))
+    done = relayout.copy(remote, tmp_path / "out", reuse="toy://copies/old")
+    assert content(tmp_path / "out") == content(tuned / "ranks")
+    assert sum(fault.num_struck for fault in shelf.faults) == 2 * TP
+    shelf.faults.clear()
+    old = Path(shutil.copytree(source / "ranks", tmp_path / "old"))
+    undisturbed = relayout.copy(remote, tmp_path / "other", reuse=old)
+    assert done.reused_nbytes < undisturbed.reused_nbytes
+
+    def write_over() -> None:
+        for path in old.glob("*.safetensors"):
+            with path.open("r+b") as stream:
+                stream.write(bytes(byte ^ 0xFF for byte in (source / "ranks" / path.name).read_bytes()))
+
+    in_place = toy_store.Fault("read", "new/model-rank-1-*", after=3, act=write_over)
+    shelf.faults.append(in_place)
+    done = relayout.copy(remote, tmp_path / "again", reuse=old, threads=2)
+    assert content(tmp_path / "again") == content(tuned / "ranks")
+    assert in_place.num_struck == 1
+    assert 0 < done.reused_nbytes < undisturbed.reused_nbytes
+
+
+def test_an_older_version_whose_index_lies_gives_no_wrong_byte(
+    tuned: Path, remote: str, shelf: toy_store.Shelf, tmp_path: Path
+) -> None:
+    """Its index is that of the new version itself: all is promised, and each chunk has one wrong bit."""
+    old = Path(shutil.copytree(tuned / "ranks", tmp_path / "old"))
+    for path in old.glob("*.safetensors"):
+        for offset in range(0, path.stat().st_size, 2**20):
+            flip(path, min(offset + 12_345, path.stat().st_size - 1))
+        flip(path, 600)
+        flip(path, -1)
+    done = relayout.copy(remote, tmp_path / "out", reuse=old)
+    assert content(tmp_path / "out") == content(tuned / "ranks")
+    assert done.reused_nbytes == 0
+    assert shelf.read_nbytes > done.nbytes
+
+
+def test_what_stands_in_the_place_of_an_older_file_is_not_taken(
+    source: Path, tuned: Path, remote: str, tmp_path: Path
+) -> None:
+    old, theirs = Path(shutil.copytree(source / "ranks", tmp_path / "old")), tmp_path / "theirs"
+    theirs.write_bytes((old / "model-rank-1-part-0.safetensors").read_bytes())
+    for rank in range(TP):
+        (old / f"model-rank-{rank}-part-0.safetensors").unlink()
+    os.mkfifo(old / "model-rank-0-part-0.safetensors")
+    (old / "model-rank-1-part-0.safetensors").symlink_to(theirs)
+    (old / "model-rank-2-part-0.safetensors").mkdir()
+    done = relayout.copy(remote, tmp_path / "out", reuse=old)
+    assert content(tmp_path / "out") == content(tuned / "ranks")
+    assert 0 < done.reused_nbytes < 0.5 * done.nbytes
+
+
+def test_what_is_no_older_version_is_refused_before_anything_is_made(source: Path, remote: str, tmp_path: Path) -> None:
+    (tmp_path / "empty").mkdir()
+    damaged = Path(shutil.copytree(source / "ranks", tmp_path / "damaged"))
+    flip(damaged / "relayout.chunks", 0)
+    for old, what in ((source / "model", "not a converted folder"), (tmp_path / "empty", "not a converted folder")):
+        with pytest.raises(FormatError, match=what):
+            relayout.copy(remote, tmp_path / "out", reuse=old)
+    with pytest.raises(FormatError, match=r"relayout\.chunks: its part for"):
+        relayout.copy(remote, tmp_path / "out", reuse=damaged)
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["damaged", "empty"]
+    relayout.copy(remote, damaged, force=True)  # Nobody has named it: it is replaced.
+    assert not relayout.verify(damaged).differences
+
+
+def test_damage_of_the_source_is_found_where_its_bytes_are_needed(source: Path, tuned: Path, tmp_path: Path) -> None:
+    """In a chunk of which an older version has a part, too; what that has whole is not read."""
+    damaged = Path(shutil.copytree(tuned / "ranks", tmp_path / "damaged"))
+    file = read_manifest(find_input(damaged)).files[0]
+    before, after = (
+        np.fromfile(folder / file.name, np.uint8)[file.data_start :] for folder in (source / "ranks", damaged)
+    )
+    changed = file.data_start + np.flatnonzero(before != after)
+    flip(damaged / file.name, int(changed[len(changed) // 2]))
+    with pytest.raises(FormatError, match=f"{file.name}: bytes .* damaged"):
+        relayout.copy(damaged, tmp_path / "out", reuse=source / "ranks")
+    assert not (tmp_path / "out").exists()
+    flip(damaged / file.name, int(changed[len(changed) // 2]))
+    flip(damaged / file.name, file.data_start)
+    assert after[0] == before[0]
+    relayout.copy(damaged, tmp_path / "out", reuse=source / "ranks")
+    assert content(tmp_path / "out") == content(tuned / "ranks")
 
 
 # Names for other tools.

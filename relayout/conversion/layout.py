@@ -1,7 +1,9 @@
 """The layout: in which file, and where in it, each slice of each rank is stored. Pure.
 
 Neighboring tensors, in model order, are a unit: part P of every rank holds their slices, and nothing else. So a unit
-can be converted alone. The order of tensors within a unit is the same in all its files.
+can be converted alone. The order of tensors within a unit is the same in all its files. The tensors of a table that is
+read by rows (`Plan.tables`) are a unit of their own, in the order of its rows: a rank's rows are then one run, from the
+data start of a file to its end.
 
 A holder is what has files: a rank, and in the `whole` layout, behind the ranks, one that holds every tensor whole. A
 rank then has only those slices in files of its own that are not contiguous in the whole tensors.
@@ -102,7 +104,8 @@ class Layout:
     holders: tuple[tuple[int, ...], ...]
     """The numbers of each holder's own files, part 0 first."""
     units: tuple[tuple[int, ...], ...]
-    """The tensors of each unit (positions in the source), in the order that they have in its files."""
+    """The tensors of each unit (positions in the source), in the order that they have in its files. Those of tables
+    are the last."""
     files_of_unit: tuple[range, ...]
     """The numbers of each unit's files."""
 
@@ -196,9 +199,13 @@ class Conversion:
         headers = HeaderBuilder(source, tensors, options)
         files: list[RankFile] = []
         units, files_of_unit = [], []
-        groups = list(_units(source, tensors, plan.num_ranks, max_part_nbytes))
+        in_tables = frozenset(t for table in plan.tables for t in table)
+        others = [t for t in range(len(tensors)) if t not in in_tables]
+        units_of_others = _units(source, tensors, others, plan.num_ranks, max_part_nbytes)
+        groups = [*(units_of_others if others or not plan.tables else ()), *plan.tables]
         for part, group in enumerate(groups):
-            units.append(tuple(sorted(group, key=lambda t: order_key[tensors[t]])))
+            is_table = group in plan.tables
+            units.append(group if is_table else tuple(sorted(group, key=lambda t: order_key[tensors[t]])))
             first = len(files)
             files += _files(units[-1], tensors, headers, part, len(groups))
             files_of_unit.append(range(first, len(files)))
@@ -314,25 +321,29 @@ def not_for_dcp_because(source: SourceCheckpoint, plan: Plan, layout: str) -> st
 
 
 def _units(
-    source: SourceCheckpoint, tensors: Sequence[CutTensor], num_ranks: int, max_part_nbytes: int
-) -> Iterator[range]:
-    """Cut the model order into units whose files keep to both limits; a tensor too large for them is one by itself."""
+    source: SourceCheckpoint, tensors: Sequence[CutTensor], order: Sequence[int], num_ranks: int, max_part_nbytes: int
+) -> Iterator[tuple[int, ...]]:
+    """Cut the model order into units whose files keep to both limits; a tensor too large for them is one by itself.
+
+    Args:
+        order: the positions of the tensors that are in units, in model order. Without any there is one unit of nothing.
+    """
     num_holders = len(tensors[0].cut.slices) if tensors else num_ranks
     limits = np.array([*[min(max_part_nbytes, 2**62)] * num_holders, MAX_PART_HEADER_NBYTES])
     stored_sizes = {
         tensor: [tensor.rank_nbytes(holder) * is_stored(tensor, holder, num_ranks) for holder in range(num_holders)]
         for tensor in set(tensors)
     }
-    rows = [[*stored_sizes[cut], _entry_nbytes(tensor)] for cut, tensor in zip(tensors, source.tensors, strict=True)]
+    rows = [[*stored_sizes[tensors[t]], _entry_nbytes(source.tensors[t])] for t in order]
     ends = np.cumsum(np.array(rows, np.int64).reshape(-1, num_holders + 1), axis=0)
     start, before = 0, np.zeros(num_holders + 1, np.int64)
-    while start < len(tensors) or start == 0:
+    while start < len(order) or start == 0:
         fitting = [
             int(np.searchsorted(column, limit, "right")) for column, limit in zip(ends.T, before + limits, strict=True)
         ]
-        end = max(min(fitting), min(start + 1, len(tensors)))
-        yield range(start, end)
-        if end == len(tensors):
+        end = max(min(fitting), min(start + 1, len(order)))
+        yield tuple(order[start:end])
+        if end == len(order):
             return
         start, before = end, ends[end - 1]
 

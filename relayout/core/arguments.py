@@ -167,7 +167,8 @@ _MAX_OPEN_WILDCARDS, _MAX_WORD_TRIES, _MAX_LENGTH = 2, 64, 512
 
 _TOKEN = re.compile(r"\*\*|\*|#|\{[^{}]*\}|[^*#{]+|\{")
 _NUMBER = re.compile(r"(?<![^.])[0-9]+(?![^.])")
-_NAMED_NUMBER = re.compile(r"(?<![A-Za-z0-9_])[0-9]+(?![A-Za-z0-9_])|#")
+_NAMED_NUMBER = re.compile(r"(?<![A-Za-z0-9_])[0-9]+(?![A-Za-z0-9_])|(?<![A-Za-z_])#(?![A-Za-z_])")
+"""A number in a pattern that may be a whole part of a name. Other numbers, as in `shard_#`, are never collapsed."""
 _VALID = re.compile(r"(?:[^{}]|\{[^{}*#]*\})*\Z")
 
 

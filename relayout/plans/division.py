@@ -6,7 +6,9 @@ SGLang 0.5 for a vocabulary that is not a multiple).
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from functools import lru_cache
+from itertools import accumulate, islice, pairwise
 from typing import Any
 
 from relayout.core.arguments import numbers
@@ -16,8 +18,12 @@ from relayout.errors import PlanError
 from relayout.plans.family import (
     EVEN,
     EXPERTS,
+    HASH_COLUMNS,
+    HASH_HEADS,
+    HASH_VOCABULARY,
     HEAD_DIM,
     KV_HEADS,
+    MAX_NGRAM,
     RAGGED,
     VOCABULARY,
     Family,
@@ -38,6 +44,12 @@ _MAX_SIZE = 2**63 - 1
 
 _MAX_RANGES = 2**16
 """Largest number of ranges that a fused dimension is divided into."""
+
+_MAX_COLUMNS = 2**12
+"""Largest number of columns of all hash tables together."""
+
+_WITNESSES = (2, 3, 5, 7, 11, 13, 17, 19, 23, 29, 31, 37)
+"""With these the test of Miller and Rabin is exact below 3.1 * 10**23 (Sorenson and Webster, 2015)."""
 
 _HEADS = frozenset({"heads", KV_HEADS})
 
@@ -110,6 +122,9 @@ def divide(rule: Rule, size: int, sizes: Sizes, num_ranks: int) -> list[tuple[Ra
         ranges = ragged_ranges(size, rule.block, num_ranks)
     elif unit == EVEN:
         ranges = even_ranges(size, size, num_ranks)
+    elif unit == HASH_COLUMNS:
+        heads, orders = sizes.get(HASH_HEADS), sizes.get(MAX_NGRAM) - 1
+        ranges = hash_ranges(size, hash_columns(size, sizes.get(HASH_VOCABULARY), heads * orders), num_ranks)
     else:
         count = sizes.get(unit)
         head_dim = head_dim_of(unit)
@@ -162,6 +177,76 @@ def ragged_ranges(size: int, block: int, num_ranks: int) -> list[Range]:
     if size % block:
         raise PlanError(f"{size} elements, not a multiple of the block size {block}", code="indivisible")
     return _ceil_ranges(size, -(-size // block // num_ranks) * block, num_ranks)
+
+
+def hash_columns(size: int, vocabulary: int, count: int) -> tuple[int, ...]:
+    """The rows of each of the `count` columns of a hash table of n-grams, which has `size` rows.
+
+    Each column has a prime number of rows. The tables of a model take the primes from `vocabulary` on, in order and
+    none twice, so the sum of a table's primes says which ones it has. So do vLLM 0.33
+    (`models/deepseek_v41/common/engram.py`, `EngramLayout`) and SGLang 0.5.23 (`srt/layers/engram.py`).
+
+    Raises:
+        PlanError: no table has so many rows.
+    """
+    if not 1 <= count <= _MAX_COLUMNS:
+        raise PlanError(f"{count} columns of a hash table, expected 1 to {_MAX_COLUMNS}", code="config")
+    columns = _columns_of(size, vocabulary, count)
+    if columns is None:
+        what = f"{size} rows, which are not the sum of {count} successive primes from {vocabulary} on"
+        raise PlanError(f"{what}: config.json declares other tables of n-grams", code="config")
+    return columns
+
+
+@lru_cache(maxsize=64)
+def _columns_of(size: int, vocabulary: int, count: int) -> tuple[int, ...] | None:
+    found = _primes(vocabulary)
+    for _ in range(_MAX_COLUMNS // count if vocabulary * count <= size else 0):
+        columns = tuple(islice(found, count))
+        if sum(columns) >= size:  # The sums rise.
+            return columns if sum(columns) == size else None
+    return None
+
+
+def _primes(start: int) -> Iterator[int]:
+    """The primes from `start` on."""
+    candidate = max(start, 2)
+    while True:
+        if _is_prime(candidate):
+            yield candidate
+        candidate += 1
+
+
+def _is_prime(number: int) -> bool:
+    for prime in _WITNESSES:
+        if number % prime == 0:
+            return number == prime
+    twos = ((number - 1) & -(number - 1)).bit_length() - 1
+    for witness in _WITNESSES:
+        power = pow(witness, number - 1 >> twos, number)
+        if power != 1 and all(pow(power, 1 << square, number) != number - 1 for square in range(twos)):
+            return False
+    return True
+
+
+def hash_ranges(size: int, columns: Sequence[int], num_ranks: int) -> list[Range]:
+    """Divide the whole columns of a hash table: each rank holds the rounded-up share, the last may hold fewer.
+
+    So does vLLM 0.33 (`ParallelEngramEmbedding`), and SGLang 0.5.23 (`shard_range`) where the ranks divide the columns.
+    Where a rank would hold no column, which vLLM refuses, ranks hold equal numbers of rows, rounded down, as in SGLang.
+    """
+    share = -(-len(columns) // num_ranks)
+    starts = [0, *accumulate(columns)]
+    bounds = [starts[min(rank * share, len(columns))] for rank in range(num_ranks + 1)]
+    if (num_ranks - 1) * share >= len(columns):
+        bounds = [size * rank // num_ranks for rank in range(num_ranks + 1)]
+    return [(start, end - start) for start, end in pairwise(bounds)]
+
+
+def part_of(ranges: Sequence[Range], start: int, length: int) -> tuple[Range, ...]:
+    """What ranges of an axis have of its elements `[start, start + length)`, counted from `start`."""
+    clipped = [(max(first, start), min(first + count, start + length)) for first, count in ranges]
+    return tuple((first - start, end - first) for first, end in clipped if first < end)
 
 
 def owner(expert: int, count: int, num_ranks: int) -> int:

@@ -28,7 +28,8 @@ from relayout.errors import FormatError, PlanError, about, did_you_mean, escape_
 from relayout.format.fields import parse_toml
 from relayout.storage.local.store import read_small
 
-EVEN, VOCABULARY, RAGGED = "even", "vocabulary", "ragged"
+EVEN, VOCABULARY, RAGGED, HASH_COLUMNS = "even", "vocabulary", "ragged", "hash_columns"
+UNITS = frozenset({EVEN, VOCABULARY, RAGGED, HASH_COLUMNS})
 """Units without a size. Any other unit is the name of a size: the number of groups, such as heads."""
 
 KV_HEADS, STATE_GROUPS = "kv_heads", "state_groups"
@@ -42,6 +43,9 @@ _HEADS = re.compile(r"(|.*?_)(kv_)?heads")
 
 EXPERTS = "experts"
 """The number of experts."""
+
+HASH_VOCABULARY, MAX_NGRAM, HASH_HEADS = "hash_vocabulary", "max_ngram", "hash_heads"
+"""The sizes that say how many rows the columns of a hash table have, see `division.hash_columns`."""
 
 BUILTIN, FILE, TRANSFORMERS = "builtin", "file", "transformers"
 """Origins of plans that have rules: part of relayout, a plan file, the transformers package."""
@@ -117,6 +121,9 @@ class Rule:
     """The size that the degree must divide; at other degrees every rank holds the whole tensor. None: any degree."""
     is_squeezed: bool = False
     """Whether `dim` counts only dimensions of more than one element, as of the shape after `squeeze`."""
+    is_table: bool = False
+    """Whether a rank's rows are stored as one run. With `#` in the pattern, tensors that differ only in that number are
+    one table: their rows follow each other in the order of the numbers, and are cut together."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -403,7 +410,8 @@ def _dump_rule(rule: Rule) -> object:
     otherwise = {"or": "whole"} if rule.or_whole else {}
     unless = {} if rule.whole_unless is None else {"whole_unless": rule.whole_unless}
     squeezed = {"squeeze": True} if rule.is_squeezed else {}
-    return {"dim": rule.dim, "by": by, **grouped, **blocks, **otherwise, **unless, **squeezed}
+    table = {"table": True} if rule.is_table else {}
+    return {"dim": rule.dim, "by": by, **grouped, **blocks, **otherwise, **unless, **squeezed, **table}
 
 
 @cache
@@ -507,7 +515,7 @@ def _extended(family: Family, extends: Any, extended_by: tuple[str, ...]) -> Fam
 
 
 def _parse_sources(size: str, value: Any) -> tuple[SizeSource, ...]:
-    if size in (EVEN, VOCABULARY, RAGGED):
+    if size in UNITS:
         raise FormatError(f"sizes.{size}: the name is reserved for a unit", code="field")
     sources = []
     for source in value if isinstance(value, list) else [value]:
@@ -565,6 +573,7 @@ def _parse_rule(pattern: str, value: Any) -> Rule:
         raise FormatError(f"{what}: either all parts or no part may be UNIT * WIDTH", code="field")
     interleaved, block, otherwise = rest.pop("interleaved", None), rest.pop("block", 1), rest.pop("or", None)
     whole_unless, is_squeezed = rest.pop("whole_unless", None), rest.pop("squeeze", False)
+    is_table = rest.pop("table", False)
     if rest:
         raise FormatError(f"{what}: unknown key {shown(min(rest))}", code="field")
     if otherwise not in (None, "whole"):
@@ -575,19 +584,24 @@ def _parse_rule(pattern: str, value: Any) -> Rule:
         raise FormatError(f"{what}: interleaved must be the name of a size, and by a list of units", code="field")
     if type(block) is not int or not 1 <= block <= _MAX_NUMBER or (block > 1 and units != (RAGGED,)):
         raise FormatError(f"{what}: block must be a positive integer, and the unit {RAGGED!r}", code="field")
-    if len(units) > 1 and ({VOCABULARY, RAGGED} & set(units) or (EVEN in units and set(units) != {EVEN})):
+    if len(units) > 1 and ((UNITS - {EVEN}) & set(units) or (EVEN in units and set(units) != {EVEN})):
         raise FormatError(f"{what}: parts must be either all {EVEN!r} or all names of sizes", code="field")
-    if widths and (interleaved or {EVEN, VOCABULARY, RAGGED} & set(units)):
+    if widths and (interleaved or UNITS & set(units)):
         raise FormatError(f"{what}: UNIT * WIDTH needs names of sizes, and excludes interleaved", code="field")
+    if type(is_table) is not bool or (is_table and (dim or len(units) > 1 or widths or is_squeezed)):
+        raise FormatError(f"{what}: table must be true or false, and needs dim 0 and one unit", code="field")
+    if is_table and pattern.count("#") > 1:
+        raise FormatError(f"{what}: a table has at most one '#' in its pattern", code="field")
     is_whole = otherwise is not None
-    return Rule(pattern, dim, units, widths, interleaved, block, is_whole, whole_unless, is_squeezed)
+    return Rule(pattern, dim, units, widths, interleaved, block, is_whole, whole_unless, is_squeezed, is_table)
 
 
 def _check_units(family: Family) -> None:
     sizes = set(family.sizes)
     for rule in family.rules:
         counted = [*rule.widths, *(size for size in (rule.interleaved, rule.whole_unless) if size is not None)]
-        for names, known in ((rule.units, sizes | {EVEN, VOCABULARY, RAGGED}), (counted, sizes)):
+        counted += [HASH_VOCABULARY, MAX_NGRAM, HASH_HEADS] if HASH_COLUMNS in rule.units else []
+        for names, known in ((rule.units, sizes | UNITS), (counted, sizes)):
             for unit in set(names) - known:
                 raise FormatError(
                     f"cut {shown(rule.pattern)}: unit {shown(unit)}, expected {', '.join(sorted(known))}", code="field"

@@ -91,6 +91,9 @@ class Plan:
     """Tensors that the observed engine does not take; large ones are held in equal blocks of rows, others whole."""
     family: Family | None = None
     """The rules by which other degrees are cut as well."""
+    tables: tuple[tuple[int, ...], ...] = ()
+    """The tensors of each table, in the order of its rows: positions in the checkpoint. A rank's slices of them are
+    stored as one run."""
 
     def cut(self, t: int) -> Cut:
         """The cut of the tensor at position `t`."""
@@ -108,6 +111,7 @@ class Plan:
             "unmatched": list(self.unmatched),
             "unused": list(self.unused),
             "rules": None if family is None else dump_rules(family),
+            "tables": list(map(list, self.tables)),
         }
 
     @staticmethod
@@ -124,6 +128,12 @@ class Plan:
             cut_of = tuple(plan["cut_of"])
             if not all(type(index) is int and 0 <= index < len(cuts) for index in cut_of):
                 raise FormatError("cut_of is not a list of positions in cuts", path=where, code="field")
+            tables = tuple(map(tuple, plan["tables"]))
+            members = [member for table in tables for member in table]
+            if len(set(members)) < len(members) or not all(
+                type(member) is int and 0 <= member < len(cut_of) for member in members
+            ):
+                raise FormatError("tables are not lists of positions in cut_of, no two alike", path=where, code="field")
             rules = plan["rules"]
             # Slices that were observed have no rules.
             family = Family(name, origin) if origin in ENGINES else rules and parse_rules(rules, where, name, origin)
@@ -136,6 +146,7 @@ class Plan:
                 tuple(plan["unmatched"]),
                 tuple(plan["unused"]),
                 family,
+                tables,
             )
         except (KeyError, TypeError, AttributeError) as error:
             raise FormatError(f"is not the JSON of a plan: {error!r}", path=where, code="field") from None

@@ -6,17 +6,17 @@ the weight is cut. Only plan files are read here.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Literal, get_args
 
 from relayout.core.arguments import collapse_later_numbers, collapse_numbers
-from relayout.core.slices import WHOLE, Cut, Range, Slice, num_bytes, number_cuts
+from relayout.core.slices import NOT_HELD, WHOLE, Cut, Range, Slice, num_bytes, number_cuts
 from relayout.errors import FormatError, PlanError, about, shown
 from relayout.format.manifest import SOURCE_RECORD_NAME
 from relayout.format.source_record import SourceRecord
-from relayout.plans.division import ExpertOwners, Sizes, checked_cut, divide
+from relayout.plans.division import ExpertOwners, Sizes, checked_cut, divide, part_of
 from relayout.plans.family import (
     BUILTIN,
     ENGINES,
@@ -31,6 +31,7 @@ from relayout.plans.family import (
 )
 from relayout.plans.plan import Plan, PlannedCheckpoint, PlannedTensor
 from relayout.plans.quantization import QuantizedWeight, Scheme, find_scheme, is_cache_scale
+from relayout.plans.tables import tables_of
 
 MAX_RANKS = 1024
 
@@ -101,7 +102,8 @@ def plan_by(
         family = None if family is None else family.resolved(checkpoint.config)
         if num_ranks == 1:
             name, cuts = "none" if family is None else family.full_name, [Cut((WHOLE,))] * len(checkpoint.tensors)
-            return Plan(name, 1, *number_cuts(cuts), family=family)
+            tables = () if family is None else _whole_tables(checkpoint, family)
+            return Plan(name, 1, *number_cuts(cuts), family=family, tables=tables)
         assert family is not None, "more than one rank needs rules"
         if unmatched is not None:
             return _make_plan(checkpoint, num_ranks, family, expert_parallel, unmatched)
@@ -110,6 +112,14 @@ def plan_by(
         plan = _make_plan(checkpoint, num_ranks, family, expert_parallel, "replicate")
         _check_share(checkpoint, plan)
         return plan
+
+
+def _whole_tables(checkpoint: PlannedCheckpoint, family: Family) -> tuple[tuple[int, ...], ...]:
+    """The tables of a checkpoint that is not cut. It may have some shards of a table only, and is converted anyway."""
+    try:
+        return _CutKindFinder(checkpoint, family, None).members_of_tables
+    except PlanError:
+        return ()
 
 
 def _check_share(checkpoint: PlannedCheckpoint, plan: Plan) -> None:
@@ -174,7 +184,8 @@ def _make_plan(
         )
     cuts = _apply(kinds, sizes, num_ranks, scheme)
     numbered = number_cuts(cuts[kind] if isinstance(kind, _CutKind) else kind for kind in column)
-    return Plan(family.full_name, num_ranks, *numbered, expert_parallel, tuple(unmatched_names), family=family)
+    left, tables = tuple(unmatched_names), finder.members_of_tables
+    return Plan(family.full_name, num_ranks, *numbered, expert_parallel, left, family=family, tables=tables)
 
 
 def _scheme(checkpoint: PlannedCheckpoint) -> Scheme | None:
@@ -245,10 +256,9 @@ def matching_plans(checkpoint: PlannedCheckpoint) -> list[str]:
     for family in sorted(builtin_families(), key=lambda family: (-len(family.model_types), family.name)):
         if family.quantization not in (None, None if scheme is None else scheme.name):
             continue
-        finder = _CutKindFinder(checkpoint, family, scheme)
-        if not all(map(finder.find, few)):  # Quick.
-            continue
         try:
+            if not all(map(_CutKindFinder(checkpoint, family, scheme).find, few)):  # Quick.
+                continue
             plan = _make_plan(checkpoint, _TRIED_DEGREE, family, False, "error")
         except PlanError:
             continue
@@ -292,6 +302,8 @@ class _CutKind:
     for other layers."""
     is_stacked: bool = False
     """Whether the weight is one for each entry along dim 0, such as experts, in front of rows and columns."""
+    in_table: tuple[int, int] | None = None
+    """Of a shard of a table: the rows in front of it, and all rows of the table."""
 
     def apply(self, sizes: Sizes, num_ranks: int, scheme: Scheme | None) -> Cut:
         """The cut of the tensors of this kind."""
@@ -327,7 +339,15 @@ class _CutKind:
             dim = axes[dim] if dim < len(axes) else len(self.shape)
         with about(part=f"dim {dim} of {list(self.shape)}"):
             ranges = self._divide(dim, self.shape, sizes, num_ranks)
-        return checked_cut(self.dtype, self.shape, tuple(Slice.along(dim, parts) for parts in ranges))
+        return self._checked(dim, ranges)
+
+    def _checked(self, dim: int, ranges: Sequence[tuple[Range, ...]]) -> Cut:
+        """The cut along a dimension. A rank does not hold a shard of a table of which it has none of the rows."""
+        is_shard = self.in_table is not None and self.shape[dim] > 0
+        slices = (
+            NOT_HELD if is_shard and not any(n for _, n in parts) else Slice.along(dim, parts) for parts in ranges
+        )
+        return checked_cut(self.dtype, self.shape, tuple(slices))
 
     def _carry(self, scheme: Scheme, weight: QuantizedWeight, dim: int, sizes: Sizes, num_ranks: int) -> Cut:
         """The cut of this tensor, from the cut of the quantized weight that it belongs to."""
@@ -343,12 +363,15 @@ class _CutKind:
         if carried is None:
             return Cut((WHOLE,) * num_ranks)
         own, ranges = carried
-        return checked_cut(self.dtype, self.shape, tuple(Slice.along(own + stack, parts) for parts in ranges))
+        return self._checked(own + stack, ranges)
 
     def _divide(self, dim: int, shape: tuple[int, ...], sizes: Sizes, num_ranks: int) -> list[tuple[Range, ...]]:
         if dim >= len(shape):
             raise PlanError(f"the dimension does not exist, but rule {self.rule.pattern!r} cuts it", code="no_rule")
-        return divide(self.rule, shape[dim], sizes, num_ranks)
+        if self.in_table is None:
+            return divide(self.rule, shape[dim], sizes, num_ranks)
+        before, num_rows = self.in_table
+        return [part_of(parts, before, shape[dim]) for parts in divide(self.rule, num_rows, sizes, num_ranks)]
 
 
 class _CutKindFinder:
@@ -372,6 +395,23 @@ class _CutKindFinder:
                 module, _, suffix = tensor.name.rpartition(".")
                 if suffix in scheme.tensors:
                     self._modules.setdefault(module, {})[suffix] = (tensor.dtype, tensor.shape)
+        has_tables = any(rule.is_table for rule in family.rules)
+        self.tables = tables_of(checkpoint.tensors, self._pattern_of_table) if has_tables else []
+        self._table_of: dict[str, tuple[int, int]] = {}
+        """For each shard of a table: the rows in front of it, and all rows of the table."""
+        for table in self.tables:
+            if len(table.members) > 1:
+                starts = zip(table.members, table.starts, strict=True)
+                self._table_of |= {checkpoint.tensors[t].name: (start, table.num_rows) for t, start in starts}
+
+    @property
+    def members_of_tables(self) -> tuple[tuple[int, ...], ...]:
+        """The tensors of each table, in the order of its rows: positions in the checkpoint."""
+        return tuple(table.members for table in self.tables)
+
+    def _pattern_of_table(self, name: str) -> str | None:
+        rule = self._rule(name, is_quantized=False)
+        return rule.pattern if rule is not None and rule.is_table else None
 
     def find(self, tensor: PlannedTensor) -> _CutKind | None:
         """The kind of the tensor; None: no rule matches it."""
@@ -389,7 +429,8 @@ class _CutKindFinder:
                 if self._family.is_transposed and rule.dim in (0, 1):
                     rule = replace(rule, dim=1 - rule.dim)
                 is_expert = self._is_expert(tensor.name)
-                return _CutKind(rule, tensor.dtype, tensor.shape, weights, suffix, is_expert, is_stacked)
+                in_table = self._table_of.get(f"{module}.weight")
+                return _CutKind(rule, tensor.dtype, tensor.shape, weights, suffix, is_expert, is_stacked, in_table)
         rule = self._rule(tensor.name, is_quantized)
         if rule is None and suffix == "bias" and is_quantized:
             # Some tools add a bias, mostly zeros, to every quantized layer. It is cut like the rows.
@@ -398,7 +439,8 @@ class _CutKindFinder:
             rule = replace(rule, dim=0) if rule is not None and is_rows else Rule(tensor.name, None)
         if rule is None and self._scheme is not None and is_cache_scale(suffix, tensor.shape):
             rule = Rule(tensor.name, None)
-        return None if rule is None else _CutKind(rule, tensor.dtype, tensor.shape)
+        in_table = self._table_of.get(tensor.name)
+        return None if rule is None else _CutKind(rule, tensor.dtype, tensor.shape, in_table=in_table)
 
     def _is_expert(self, name: str) -> bool:
         key = self._key(name)

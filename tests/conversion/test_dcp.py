@@ -30,6 +30,7 @@ FUSED = {
     "falcon_40b": ["self_attention.query_key_value"],
     "llama4": ["feed_forward.experts.gate_up_proj"],
     "qwen3_next": ["linear_attn.conv1d"],
+    "qwen4_exp": ["linear_attn.conv1d", "linear_attn.in_proj_qkv"],
     "gptq_4bit_biases_fused": [QKV, GATE_UP],
 }
 """Fused tensors, of which a rank holds a piece of each part."""

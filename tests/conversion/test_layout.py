@@ -159,6 +159,45 @@ def test_a_rank_that_holds_nothing_of_a_unit_has_an_empty_part() -> None:
     assert layout.files_of(0)[1].nbytes == layout.files_of(0)[1].data_start == 4096
 
 
+@given(
+    rows=st.lists(st.lists(st.integers(0, 5000), min_size=3, max_size=3), min_size=1, max_size=6),
+    row_nbytes=st.sampled_from([1, 8, 16, 160, 4096]),
+    max_part_nbytes=max_part_sizes,
+)
+def test_a_rank_has_the_rows_of_a_table_as_one_run_that_is_a_file_of_its_own(
+    rows: list[list[int]], row_nbytes: int, max_part_nbytes: int
+) -> None:
+    """Whatever their sizes, also if a slice is empty or not there at all, and with other tensors between them."""
+    tensors = [(f"t.{2 * n}", "U8", (sum(of_rank), row_nbytes)) for n, of_rank in enumerate(rows)]
+    others = [(f"t.{2 * n + 1}", "U8", (5000,)) for n in range(len(rows))]
+    starts = [np.cumsum([0, *of_rank]).tolist() for of_rank in rows]
+    cut = [
+        tuple(Slice.along(0, ((start, n),)) if n % 2 else NOT_HELD for start, n in zip(at, of_rank, strict=False))
+        for at, of_rank in zip(starts, rows, strict=True)
+    ]
+    source = make_source([one for pair in zip(tensors, others, strict=True) for one in pair])
+    slices = [one for part in cut for one in (part, (WHOLE,) * 3)]
+    table = tuple(range(0, 2 * len(rows), 2))[::-1]
+    plan = plan_of("x", 3, slices, tables=(table,))
+    layout = conversion_of(source, plan, 4096, max_part_nbytes=max_part_nbytes).layout
+    assert layout.units[-1] == table
+    assert sorted(t for unit in layout.units[:-1] for t in unit) == list(range(1, 2 * len(rows), 2))
+    for rank in range(3):
+        file = layout.files_of(rank)[-1]
+        held = [t for t in table if rows[t // 2][rank] % 2]
+        assert file.tensors == tuple(held)
+        nbytes = [rows[t // 2][rank] * row_nbytes for t in held]
+        assert list(file.offsets) == [file.data_start + sum(nbytes[:n]) for n in range(len(held))]
+        assert file.data_start % 4096 == 0
+        assert file.nbytes == file.data_start + sum(nbytes)
+
+
+def test_a_checkpoint_of_tables_alone_has_no_other_unit() -> None:
+    source = make_source([("t.0", "U8", (5, 3)), ("t.1", "U8", (7, 3))])
+    conversion = conversion_of(source, plan_of("x", 1, ((WHOLE,), (WHOLE,)), tables=((1,), (0,))), 4096)
+    assert conversion.layout.units == ((1,), (0,))
+
+
 def test_a_part_ends_before_its_header_is_more_than_hubs_parse() -> None:
     source = make_source([(f"{i}" * 10**6, "U8", (2,)) for i in range(10, 22)])
     plan = plan_of("x", 2, ((Slice.along(0, ((0, 1),)), Slice.along(0, ((1, 1),))),) * 12)

@@ -64,6 +64,53 @@ def test_an_axis_is_cut_as_engines_cut_it_or_refused_as_by_them(
         assert {len(ranges) for ranges in found} == {1}
 
 
+# Whole columns of hash tables.
+
+
+@given(
+    vocabulary=st.integers(1, 3000),
+    orders=st.integers(1, 3),
+    heads=st.integers(1, 8),
+    layer=st.integers(0, 3),
+    num_ranks=st.integers(1, 40),
+)
+@example(vocabulary=500, orders=2, heads=8, layer=1, num_ranks=3)  # The last rank has fewer columns.
+@example(vocabulary=500, orders=2, heads=8, layer=0, num_ranks=32)  # vLLM refuses it.
+def test_a_hash_table_is_cut_at_the_columns_of_its_layer(
+    vocabulary: int, orders: int, heads: int, layer: int, num_ranks: int
+) -> None:
+    columns = engine_oracle.hash_columns(vocabulary, orders * heads, layer)
+    sizes = sizes_of(hash_vocabulary=vocabulary, max_ngram=orders + 1, hash_heads=heads)
+    kind = f"hash:{vocabulary}/{orders * heads}/{layer}"
+    expected = engine_oracle.expected(kind, np.arange(sum(columns)), num_ranks, {})
+    found = divide(Rule("x", 0, ("hash_columns",)), sum(columns), sizes, num_ranks)
+    assert [elements(ranges) for ranges in found] == [part.tolist() for part in expected]
+
+
+def test_the_hash_tables_of_a_real_model_are_cut_without_their_rows() -> None:
+    """Two tables of 384 million rows, as V4.1-Flash has them: the borders are exact sums beyond 2**31 bytes."""
+    columns = engine_oracle.hash_columns(24_000_000, 16, 1)
+    sizes = sizes_of(hash_vocabulary=24_000_000, max_ngram=3, hash_heads=8)
+    assert 24_000_000 * 16 < sum(columns) < 24_000_000 * 16 + 100_000
+    ranges = divide(Rule("x", 0, ("hash_columns",)), sum(columns), sizes, 4)
+    borders = np.cumsum([0, *columns])[::4].tolist()
+    assert ranges == [((start, end - start),) for start, end in pairwise(borders)]
+
+
+@pytest.mark.parametrize("size", [0, 8967, 8969, 2**62])
+def test_rows_that_no_hash_table_has_are_refused(size: int) -> None:
+    sizes = sizes_of(hash_vocabulary=500, max_ngram=3, hash_heads=8)
+    with pytest.raises(PlanError, match=f"^{size} rows, which are not the sum of 16 successive primes from 500 on: "):
+        divide(Rule("x", 0, ("hash_columns",)), size, sizes, 2)
+
+
+def test_hash_tables_without_columns_or_with_very_many_are_refused() -> None:
+    for max_ngram, heads in ((1, 8), (2, 5000)):
+        sizes = sizes_of(hash_vocabulary=500, max_ngram=max_ngram, hash_heads=heads)
+        with pytest.raises(PlanError, match=r"^\d+ columns of a hash table, expected 1 to 4096"):
+            divide(Rule("x", 0, ("hash_columns",)), 8968, sizes, 2)
+
+
 # Ragged shares of whole blocks, and owners of experts.
 
 

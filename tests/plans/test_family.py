@@ -61,6 +61,7 @@ def parse(text: str) -> Family:
         ('{ dim = 0, by = "even", whole_unless = "heads" }', Rule("x", 0, ("even",), whole_unless="heads")),
         ('{ dim = 0, by = "heads * dim" }', Rule("x", 0, ("heads",), ("dim",))),
         ('{ dim = 0, by = ["heads*dim", "kv_heads * dim"] }', Rule("x", 0, ("heads", "kv_heads"), ("dim", "dim"))),
+        ('{ dim = 0, by = "vocabulary", table = true }', Rule("x", 0, ("vocabulary",), is_table=True)),
     ],
 )
 def test_cuts(value: str, expected: Rule) -> None:
@@ -395,6 +396,21 @@ NO_WIDTHS = r"UNIT \* WIDTH needs names of sizes, and excludes interleaved"
         ("[sizes]\nheads = 'n'\n[cut]\nx = { dim = 0, by = ['heads', 'even'] }", f"cut 'x': .*: {NO_PARTS}"),
         ("[sizes]\nh = 'n'\n[cut]\nx = { dim = 0, by = ['h * h', 'h'] }", "cut .*: either all parts or no part"),
         ("[sizes]\nh = 'n'\n[cut]\nx = { dim = 0, by = 'even * h' }", f"cut .*: {NO_WIDTHS}"),
+        *(
+            (f"[sizes]\nh = 'n'\n[cut]\nx = {{ {cut} }}", "cut 'x': .*: table must be true or false, and needs dim 0")
+            for cut in (
+                "dim = 0, by = 'even', table = 1",
+                "dim = 1, by = 'even', table = true",
+                "dim = 0, by = ['even', 'even'], table = true",
+                "dim = 0, by = 'h * h', table = true",
+                "dim = 0, by = 'even', squeeze = true, table = true",
+            )
+        ),
+        (
+            "[cut]\n'x.#.#' = { dim = 0, by = 'even', table = true }",
+            "cut 'x.#.#': .*: a table has at most one '#' in its pattern",
+        ),
+        ("[cut]\nx = { dim = 0, by = 'hash_columns' }", "cut 'x': unit '\\w+', expected "),
         (
             "[sizes]\nh = 'n'\n[cut]\nx = { dim = 0, by = ['h * h', 'h * h'], interleaved = 'h' }",
             f"cut 'x': .*: {NO_WIDTHS}",

@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 from support.families import FAMILIES, NOT_OBSERVED
 from support.observed_slices import Checkpoint, read
-from support.plan_comparing import BESIDE, CONTINUED, differences, differences_of_chosen
+from support.plan_comparing import BESIDE, differences, differences_of_chosen
 
 from relayout.core.slices import Slice
 from relayout.errors import PlanError
@@ -33,10 +33,6 @@ WITHOUT_PLAN = {
 """Some rules are not known, or what the hub's models have was not observed, such as the untied head of Falcon Mamba."""
 
 
-WITHOUT_UNIT = re.compile(r"\.engram\.embed\.(weight|scale)$")
-"""Tables of n-grams, which vLLM cuts at sums of prime numbers; every rank holds them whole."""
-
-
 PADDED = re.compile(r"\.ffn\.shared_experts\.w[123]\.(weight|scale)$")
 """Shared experts in FP8, of four blocks here. With more ranks, vLLM fills up with zeros, and plans refuse it."""
 
@@ -53,12 +49,10 @@ def test_ranks_hold_what_vllm_takes(name: str) -> None:
     for checkpoint in OBSERVED[name]:
         wrong = differences_of_chosen(checkpoint)
         # Of parts beside the language model ranks may hold more: a plan has no numbers for them.
-        others = [
-            one for one in wrong if one.what != "more" or not (BESIDE.search(p := one.pattern) or CONTINUED.match(p))
-        ]
+        others = [one for one in wrong if one.what != "more" or not BESIDE.search(one.pattern)]
         if checkpoint.root.startswith("form:"):
             others = [one for one in others if one.degree < 8 or not PADDED.search(one.pattern)]
-        assert [one for one in others if not WITHOUT_UNIT.search(one.pattern)] == [], checkpoint.root
+        assert others == [], checkpoint.root
 
 
 @pytest.mark.parametrize("name", sorted(WITHOUT_PLAN))

@@ -45,6 +45,7 @@ OF_EACH_KIND = sample(
         "gpt_oss_mxfp4",  # Stacked, quantized experts in blocks.
         "llama4",  # Vision, stacked experts.
         "fp8_blocks_deepseek",  # Latent attention, experts and shared experts.
+        "qwen4_exp",  # A table in shards.
         "gptq_4bit_biases_fused",
         "nvfp4_modelopt_moe",
     ],

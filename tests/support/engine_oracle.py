@@ -128,6 +128,33 @@ def _ragged(kind: str, indices: Array, num_ranks: int, _sizes: Sizes) -> list[Ar
     return [indices[rank * share : (rank + 1) * share] for rank in range(num_ranks)]
 
 
+def hash_columns(vocabulary: int, count: int, layer: int) -> list[int]:
+    """The rows of the columns of a layer's hash table, as `EngramLayout` hands primes out (deepseek_v41 engram.py)."""
+    sieve = np.ones(vocabulary + 100 * count * (layer + 1) + 100, bool)
+    for factor in range(2, int(sieve.size**0.5) + 1):
+        sieve[2 * factor :: factor] = False
+    primes = [int(prime) for prime in np.flatnonzero(sieve) if prime >= max(vocabulary, 2)]
+    return primes[layer * count : (layer + 1) * count]
+
+
+def _hash(kind: str, indices: Array, num_ranks: int, _sizes: Sizes) -> list[Array]:
+    """Whole columns (ParallelEngramEmbedding); where vLLM would leave ranks without one, SGLang's rows (shard_range)."""
+    columns = hash_columns(*map(int, kind.partition(":")[2].split("/")))
+    share = -(-len(columns) // num_ranks)
+    if (num_ranks - 1) * share >= len(columns):
+        size = indices.size
+        return [indices[size * rank // num_ranks : size * (rank + 1) // num_ranks] for rank in range(num_ranks)]
+    of_column = np.repeat(np.arange(len(columns)), columns)
+    return [indices[of_column // share == rank] for rank in range(num_ranks)]
+
+
+def _shard(kind: str, indices: Array, num_ranks: int, sizes: Sizes) -> list[Array]:
+    """Rows of a shard that belong to a rank's share of all shards, which are equal (compute_ple_shard_overlap)."""
+    shard, count = map(int, kind.partition(":")[2].split("/"))
+    held = _vocabulary(kind, np.arange(count * indices.size), num_ranks, sizes)
+    return [indices[part[part // indices.size == shard] % indices.size] for part in held]
+
+
 _CUTS: dict[str, Callable[[str, Array, int, Sizes], list[Array]]] = {
     "even": lambda _kind, indices, num_ranks, _sizes: _equally(indices, indices.size, num_ranks),
     "heads": lambda kind, indices, num_ranks, sizes: _equally(indices, _times(kind) * sizes["A"], num_ranks),
@@ -143,4 +170,6 @@ _CUTS: dict[str, Callable[[str, Array, int, Sizes], list[Array]]] = {
     "tower|tower|tower": _tower,
     "key|key|value": _convolution,
     "ragged": _ragged,
+    "hash": _hash,
+    "shard": _shard,
 }

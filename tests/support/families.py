@@ -485,8 +485,8 @@ DEEPSEEK_V41 = (
     + layers(DEEPSEEK_V4_INDEXER, "layers.3.")
     + layers(
         """
-        engram.embed.weight 8968 64 whole
-        engram.embed.scale 8968 2 whole
+        engram.embed.weight 8968 64 hash:500/16/0
+        engram.embed.scale 8968 2 hash:500/16/0
         engram.wkv.weight (X+1)*H 1024 even
         engram.q_weight X H whole
         engram.k_weight X H whole
@@ -1108,7 +1108,7 @@ ple.norm_query.weight 4*H whole
 ple.ple_embedding.layer_multipliers 3 whole
 ple.ple_embedding.ngram_heads_offsets 16 whole
 ple.ple_embedding.ngram_heads_vocab_sizes 16 whole
-""" + "".join(f"ple.ple_embedding.ngram_embedding.shard_{shard}.weight 224 8 whole\n" for shard in range(4))
+""" + "".join(f"ple.ple_embedding.ngram_embedding.shard_{shard}.weight 224 8 shard:{shard}/4\n" for shard in range(4))
 DELTA = """
 self_attn.q_proj.weight 2*A*D H heads:2
 self_attn.k_proj.weight 2*A*D H heads:2

@@ -23,9 +23,6 @@ BESIDE = re.compile(
 )
 """The first words of names of what is beside the language model."""
 
-CONTINUED = re.compile(r".*\.ngram_embedding\.shard_\d+\.weight")
-"""Tensors of which an engine cuts all together, as one vocabulary: a rule has no word for that."""
-
 
 @dataclass(frozen=True)
 class Difference:

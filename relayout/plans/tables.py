@@ -1,0 +1,75 @@
+"""Tables that are read by rows: which tensors one is stored as, and in which order their rows follow each other. Pure.
+
+A table of n-grams may be stored as one tensor, or as many shards of rows, which are numbered from 0. A rule says so by
+a `#` in its pattern, at which the number is.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from itertools import accumulate
+
+from relayout.core.arguments import compile_glob
+from relayout.errors import PlanError
+from relayout.plans.plan import PlannedTensor
+
+
+@dataclass(frozen=True, slots=True)
+class Table:
+    """One table."""
+
+    members: tuple[int, ...]
+    """Its tensors, in the order of its rows: positions in the checkpoint."""
+    starts: tuple[int, ...]
+    """The rows in front of each of them."""
+    num_rows: int
+
+
+def tables_of(tensors: Sequence[PlannedTensor], pattern_of: Callable[[str], str | None]) -> list[Table]:
+    """The tables of a checkpoint, in the order of their first tensors.
+
+    Args:
+        tensors: all tensors of the checkpoint.
+        pattern_of: returns the pattern by which a tensor belongs to a table; None: it belongs to none.
+
+    Raises:
+        PlanError: a shard is missing or there twice, or shards differ in dtype or in the length of rows.
+    """
+    groups: dict[tuple[str, str], dict[int, int]] = {}
+    for t, tensor in enumerate(tensors):
+        pattern = pattern_of(tensor.name)
+        if pattern is None:
+            continue
+        before, number, after = _split_at_number(pattern, tensor.name)
+        if groups.setdefault((before, after), {}).setdefault(number, t) != t:
+            raise PlanError(f"the table has two shards {number}", tensor=tensor.name, code="no_rule")
+    return [_table(tensors, shards) for shards in groups.values()]
+
+
+def _split_at_number(pattern: str, name: str) -> tuple[str, int, str]:
+    """The name before and after the number at `#`, and the number; 0 behind the name if the pattern has no `#`."""
+    if "#" not in pattern:
+        return name, 0, ""
+    found = next(filter(None, (compile_glob(pattern).match(name, start) for start in _part_starts(name))))
+    return name[: found.start(1)], int(found[1]), name[found.end(1) :]
+
+
+def _part_starts(name: str) -> list[int]:
+    """Where a name's parts begin: a prefix may have been removed before the pattern matched."""
+    return [0, *(index + 1 for index, character in enumerate(name) if character == ".")]
+
+
+def _table(tensors: Sequence[PlannedTensor], shards: dict[int, int]) -> Table:
+    members = tuple(shards[number] for number in sorted(shards))
+    first = tensors[members[0]]
+    if max(shards) != len(members) - 1:
+        what = f"{len(members)} shards of a table, numbered up to {max(shards)}: expected 0 to {len(members) - 1}"
+        raise PlanError(what, tensor=first.name, code="no_rule")
+    for t in members:
+        tensor = tensors[t]
+        if not tensor.shape or (tensor.dtype, tensor.shape[1:]) != (first.dtype, first.shape[1:]):
+            kinds = f"{tensor.dtype} {list(tensor.shape)}, but {first.name!r} is {first.dtype} {list(first.shape)}"
+            raise PlanError(f"{kinds}: rows of a table are alike", tensor=tensor.name, code="no_rule")
+    *starts, num_rows = accumulate((tensors[t].shape[0] for t in members), initial=0)
+    return Table(members, tuple(starts), num_rows)

@@ -14,6 +14,7 @@ Start here; each function has an example in its own help, such as `help(relayout
     verify_source                a plain checkpoint, by the digests that its folder states
     load, iter_load              a rank's tensors, all at once or one after the other in bounded memory
     open, safe_open              single tensors of a rank, or of the whole model
+    rows, open_rows              rows of a table by their number, which is not loaded
     explain, plan_bench, warm    how a load would read, how fast, and the page cache filled before it
     copy, files, sign            folders to other places, some of their ranks, signatures
     save, delta, apply,          weights that a training writes, and what changed between two folders
@@ -51,6 +52,7 @@ if TYPE_CHECKING:
     from relayout.loader.api import iter_load, load
     from relayout.loader.diagnose import Explanation, explain
     from relayout.loader.in_place import apply
+    from relayout.loader.rows import RowReader, open_rows, rows
     from relayout.loader.view import CheckpointView, Place, TensorSlice, open, safe_open  # noqa: A004
     from relayout.plans.plan import Plan
     from relayout.train import transformers
@@ -80,6 +82,7 @@ __all__ = [
     "Publisher",
     "RelayoutError",
     "Restored",
+    "RowReader",
     "SignatureWritten",
     "SourceVerification",
     "Steps",
@@ -99,11 +102,13 @@ __all__ = [
     "iter_load",
     "load",
     "open",
+    "open_rows",
     "plan_bench",
     "plan_conversion",
     "preview",
     "report",
     "restore",
+    "rows",
     "safe_open",
     "save",
     "sign",
@@ -138,6 +143,7 @@ _HOMES = {
     "train.follower": ("Follower", "Steps"),
     "train.publisher": ("Publisher",),
     "cache.folder": ("Cache",),
+    "loader.rows": ("RowReader", "open_rows", "rows"),
     "loader.view": ("CheckpointView", "Place", "TensorSlice", "open", "safe_open"),
 }
 

@@ -13,6 +13,7 @@ from typing import Literal, get_args
 
 from relayout.core.arguments import collapse_later_numbers, collapse_numbers
 from relayout.core.slices import NOT_HELD, WHOLE, Cut, Range, Slice, num_bytes, number_cuts
+from relayout.core.tables import tables_of
 from relayout.errors import FormatError, PlanError, about, shown
 from relayout.format.manifest import SOURCE_RECORD_NAME
 from relayout.format.source_record import SourceRecord
@@ -31,7 +32,6 @@ from relayout.plans.family import (
 )
 from relayout.plans.plan import Plan, PlannedCheckpoint, PlannedTensor
 from relayout.plans.quantization import QuantizedWeight, Scheme, find_scheme, is_cache_scale
-from relayout.plans.tables import tables_of
 
 MAX_RANKS = 1024
 

@@ -138,7 +138,7 @@ def hash_columns(vocabulary: int, count: int, layer: int) -> list[int]:
 
 
 def _hash(kind: str, indices: Array, num_ranks: int, _sizes: Sizes) -> list[Array]:
-    """Whole columns (ParallelEngramEmbedding); where vLLM would leave ranks without one, SGLang's rows (shard_range)."""
+    """Whole columns (ParallelEngramEmbedding), or equal rows (SGLang shard_range) where a rank would have no column."""
     columns = hash_columns(*map(int, kind.partition(":")[2].split("/")))
     share = -(-len(columns) // num_ranks)
     if (num_ranks - 1) * share >= len(columns):

@@ -6,13 +6,13 @@ the weight is cut. Only plan files are read here.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Literal, get_args
 
 from relayout.core.arguments import collapse_later_numbers, collapse_numbers
-from relayout.core.slices import NOT_HELD, WHOLE, Cut, Range, Slice, num_bytes, number_cuts
+from relayout.core.slices import WHOLE, Cut, Range, Slice, num_bytes, number_cuts
 from relayout.core.tables import tables_of
 from relayout.errors import FormatError, PlanError, about, shown
 from relayout.format.manifest import SOURCE_RECORD_NAME
@@ -339,15 +339,7 @@ class _CutKind:
             dim = axes[dim] if dim < len(axes) else len(self.shape)
         with about(part=f"dim {dim} of {list(self.shape)}"):
             ranges = self._divide(dim, self.shape, sizes, num_ranks)
-        return self._checked(dim, ranges)
-
-    def _checked(self, dim: int, ranges: Sequence[tuple[Range, ...]]) -> Cut:
-        """The cut along a dimension. A rank does not hold a shard of a table of which it has none of the rows."""
-        is_shard = self.in_table is not None and self.shape[dim] > 0
-        slices = (
-            NOT_HELD if is_shard and not any(n for _, n in parts) else Slice.along(dim, parts) for parts in ranges
-        )
-        return checked_cut(self.dtype, self.shape, tuple(slices))
+        return checked_cut(self.dtype, self.shape, tuple(Slice.along(dim, parts) for parts in ranges))
 
     def _carry(self, scheme: Scheme, weight: QuantizedWeight, dim: int, sizes: Sizes, num_ranks: int) -> Cut:
         """The cut of this tensor, from the cut of the quantized weight that it belongs to."""
@@ -363,7 +355,7 @@ class _CutKind:
         if carried is None:
             return Cut((WHOLE,) * num_ranks)
         own, ranges = carried
-        return self._checked(own + stack, ranges)
+        return checked_cut(self.dtype, self.shape, tuple(Slice.along(own + stack, parts) for parts in ranges))
 
     def _divide(self, dim: int, shape: tuple[int, ...], sizes: Sizes, num_ranks: int) -> list[tuple[Range, ...]]:
         if dim >= len(shape):

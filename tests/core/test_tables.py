@@ -11,7 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from support.planning import Shapes, all_slices, make_source, slices_of
 
-from relayout.core.slices import NOT_HELD, Slice
+from relayout.core.slices import Slice
 from relayout.core.tables import Table, tables_of
 from relayout.errors import PlanError
 from relayout.plans.family import Family, find_family, parse_family
@@ -88,13 +88,6 @@ def test_ranks_hold_the_rows_that_they_would_hold_of_the_table_in_one_tensor(
         ]
         [(start, length)] = _rows(all_slices(one)[0][rank], sum(rows)) or [(0, 0)]
         assert np.concatenate([[], *held]).tolist() == list(range(start, start + length))
-        assert all(
-            part.is_held
-            for part, shard in zip(parts, numbered, strict=True)
-            if set(shard) & set(range(start, start + length))
-        )
-        shards = zip(parts, rows, strict=True) if len(rows) > 1 else ()
-        assert all(part.is_held == (part.shape((n, 3))[0] > 0) for part, n in shards if n)
 
 
 def _rows(part: Slice, num_rows: int) -> list[tuple[int, int]]:
@@ -109,10 +102,8 @@ def test_shards_of_two_layers_are_two_tables() -> None:
     shapes = {f"layers.{layer}.table.shard_{n}.weight": (64, 8) for layer in (0, 1) for n in range(4)}
     plan = cut(shapes, 2)
     assert plan.tables == ((0, 1, 2, 3), (4, 5, 6, 7))
-    whole = Slice.along(0, ())
-    assert whole is not None
-    assert [slices[0].is_held for slices in slices_of(plan, shapes).values()] == [True, True, False, False] * 2
-    assert all_slices(plan)[0] == (Slice(), NOT_HELD)
+    assert [slices[0].is_whole for slices in slices_of(plan, shapes).values()] == [True, True, False, False] * 2
+    assert all_slices(plan)[0] == (Slice(), Slice.along(0, ()))
 
 
 def test_the_table_of_qwen4_exp_is_planned_at_its_real_size_without_its_rows() -> None:
@@ -126,7 +117,7 @@ def test_the_table_of_qwen4_exp_is_planned_at_its_real_size_without_its_rows() -
     plan = plan_by(make_source(shapes, model_type="qwen4_exp", stored_as="F8_E4M3"), 8, family)
     assert process_time() - started < 10
     assert plan.tables == (tuple(range(512)),)
-    held = [[slices[rank].is_held for slices in all_slices(plan)] for rank in range(8)]
+    held = [[slices[rank] != Slice.along(0, ()) for slices in all_slices(plan)] for rank in range(8)]
     assert {sum(of_rank) for of_rank in held} <= {64, 65}
     share = num_rows // 8
     for rank in range(8):

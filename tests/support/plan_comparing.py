@@ -78,8 +78,9 @@ def differences_of_chosen(checkpoint: Checkpoint) -> list[Difference]:
 
 
 def is_same(held: Sequence[Slice], loaded: Sequence[Slice], shape: Sequence[int]) -> bool:
-    """Whether ranks hold what an engine loads, which may be nothing at all."""
-    return not any(part.is_held for part in loaded) or same_elements(held, loaded, shape)
+    """Whether ranks hold what an engine loads, which may be nothing at all. An empty slice is nothing, too."""
+    there = [Slice(None) if 0 in part.shape(tuple(shape)) else part for part in held]
+    return not any(part.is_held for part in loaded) or same_elements(there, loaded, shape)
 
 
 def _contains(held: Slice, loaded: Slice, shape: Sequence[int]) -> bool:

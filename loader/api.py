@@ -42,7 +42,8 @@ def load(
             the page cache, "buffered" reads through it. To a CUDA device: "pinned" reads through pinned host memory,
             "gds" by GPUDirect Storage.
         names: load only tensors whose names match one of these patterns; other bytes are not read. As in plans, `*` is
-            text without a dot (one part of the name), `**` any text, `{a,b}` one of these words, `#` a number.
+            text without a dot (one part of the name), `**` any text, `{a,b}` one of these words, `#` a number. What
+            matches a pattern behind a `!` is left out; with such patterns only, all else is loaded.
         experts: load these experts, each whole, in place of those that the rank has: numbers, or text such as
             "0-31,64". A process of wide expert parallelism loads those that it runs, and reads nothing of others, from
             any converted folder. `input_scale` and `input_global_scale` are loaded for all experts.

@@ -19,7 +19,7 @@ from relayout.storage.system import resident_nbytes
 
 Value = TypeVar("Value")
 Names: TypeAlias = Sequence[str] | str | None
-"""Patterns of names, or a single one; None: all."""
+"""Patterns of names, or a single one; behind a `!`, of what is left out. None: all."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -201,15 +201,20 @@ def _picked(column: Sequence[Value], rows: Sequence[int]) -> Sequence[Value]:
 def select(names: Sequence[str], patterns: Sequence[str] | str) -> list[int]:
     """The rows of the names that match, or equal, at least one of the patterns (see `core.arguments`).
 
+    What matches a pattern behind a `!` is left out; with such patterns only, all others are selected.
+
     Raises:
-        PlanError: a pattern is invalid, or matches no name.
+        PlanError: a pattern is invalid, or matches no name; or all names are left out.
     """
     listed = [patterns] if isinstance(patterns, str) else list(patterns) if isinstance(patterns, Iterable) else None
     if listed is None or not all(isinstance(pattern, str) for pattern in listed):
         raise PlanError(f"names: {shown(patterns)}, expected a pattern, or a list of patterns", code="option")
     row_of = {name: row for row, name in enumerate(names)}
-    selected: set[int] = set()
-    for pattern in listed:
+    is_out = [pattern.startswith("!") and pattern not in row_of for pattern in listed]
+    selected: set[int] = set(range(len(names))) if is_out and all(is_out) else set()
+    left_out: set[int] = set()
+    for text, out in zip(listed, is_out, strict=True):
+        pattern = text[1:] if out else text
         rows = [row_of[pattern]] if pattern in row_of else []
         reason = invalid_because(pattern)
         if reason is None and any(character in pattern for character in "*#{"):
@@ -225,8 +230,10 @@ def select(names: Sequence[str], patterns: Sequence[str] | str) -> list[int]:
                 else f"names: no tensor matches {pattern!r} (there are {len(names)}){hint}",
                 code="option",
             )
-        selected.update(rows)
-    return sorted(selected)
+        (left_out if out else selected).update(rows)
+    if selected and selected <= left_out:
+        raise PlanError(f"names: {shown(listed)} leaves out all of {len(selected)} tensors", code="option")
+    return sorted(selected - left_out)
 
 
 @dataclass(frozen=True, slots=True)

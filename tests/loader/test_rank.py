@@ -48,6 +48,10 @@ NAMES = [
         (["a{b"], [10]),  # A name in full, which is no pattern.
         (["**.bias", "model.embed*.*", "model.**.bias"], [0, 2]),  # In the order of the names, each once.
         ([], []),
+        (["!model.layers.**"], [0, 5, 6, 7, 8, 9, 10]),
+        (["!model.**", "!line**", "!"], [5, 6, 7, 10]),
+        (["model.layers.**", "!**.bias", "!model.layers.10.**"], [1, 3]),
+        (["!**.bias", "model.layers.0.**"], [1]),  # In any order.
     ],
 )
 def test_patterns_choose_names_as_in_plans(patterns: list[str], rows: list[int]) -> None:
@@ -63,6 +67,9 @@ def test_patterns_choose_names_as_in_plans(patterns: list[str], rows: list[int])
         (["model.embed_tokens.weigth"], r"no tensor matches .*; did you mean 'model\.embed_tokens\.weight'\?$"),
         (["a.{b"], r"invalid pattern '.*': braces must be paired, contain only words"),
         (["{*,b}"], r"invalid pattern '.*': braces must be paired, contain only words"),
+        (["!{*,b}"], r"invalid pattern '{\*,b}': braces must be paired, contain only words"),
+        (["!**.nothing"], r"no tensor matches '\*\*\.nothing' \(there are 11\)$"),
+        (["**.bias", "!**"], r"\['\*\*.bias', '!\*\*'\] leaves out all of 1 tensors$"),
     ],
 )
 def test_a_pattern_that_chooses_nothing_is_explained(patterns: list[str], message: str) -> None:
@@ -263,3 +270,7 @@ def test_batches_have_all_rows_in_order_and_are_as_large_as_the_limit_lets_them(
         assert len(part) == 1 or padded(part) <= limit
     for part, following in pairwise(cut):
         assert padded([*part, following[0]]) > limit
+
+
+def test_a_name_that_begins_with_an_exclamation_mark_chooses_itself() -> None:
+    assert select(["!a", "a", "b"], ["!a"]) == [0]

@@ -143,6 +143,18 @@ def _merged(runs: Sequence[_Run], row_nbytes: int) -> list[_Run]:
     return merged
 
 
+@dataclass(frozen=True, slots=True)
+class StoredRun:
+    """Rows that lie one after another in a file, without gaps."""
+
+    file: StoredFile
+    fd: int
+    """A descriptor of the file, whose content was checked; open as long as the reader."""
+    offset: int
+    """Absolute file offset of the first row."""
+    nbytes: int
+
+
 class RowReader(Closable):
     """A table of a checkpoint, or the rows of it that a rank holds. Made by `open_rows`; thread-safe.
 
@@ -161,7 +173,8 @@ class RowReader(Closable):
         needed, place = np.unique(runs.file, return_inverse=True)
         self._runs = runs = replace(runs, file=place.reshape(-1))
         self._files = files = tuple(files[file] for file in needed.tolist())
-        self._dtype = torch_dtype(table.name, table.dtype)
+        self.dtype = torch_dtype(table.name, table.dtype)
+        """As torch has it."""
         self._row_shape = torch_shape(table.name, table.dtype, table.shape)[1:]
         self._stack = ExitStack()
         self._reads: BatchedReads | None = None
@@ -176,12 +189,24 @@ class RowReader(Closable):
         self._threads = MAX_CONNECTIONS if cost_of(files).is_remote else MAX_THREADS
 
     def __repr__(self) -> str:
-        return f"<RowReader {self.name!r}: {self._dtype} {list(self.shape)}>"
+        return f"<RowReader {self.name!r}: {self.dtype} {list(self.shape)}>"
 
     @property
     def held(self) -> tuple[tuple[int, int], ...]:
         """The rows that can be read, by their numbers in the whole table: (first, end) of each range."""
         return self._runs.held
+
+    @property
+    def run(self) -> StoredRun | None:
+        """Where the rows are stored, if they are one run, as those of a rule with `table` are; else None.
+
+        None, too, of a store without descriptors, and of a file whose bytes are proven.
+        """
+        runs = self._runs
+        if len(runs.first) != 1 or self._reads is None:
+            return None
+        file, nbytes = int(runs.file[0]), int(runs.count[0]) * runs.row_nbytes
+        return StoredRun(self._files[file], self._cached.fd(file), int(runs.offset[0]), nbytes)
 
     def rows(self, ids: Any, *, out: torch.Tensor | None = None) -> torch.Tensor:
         """Read rows; see `relayout.rows`."""
@@ -191,10 +216,10 @@ class RowReader(Closable):
         wanted = _integers(ids)
         shape = (*wanted.shape, *self._row_shape)
         if out is None:
-            out = torch.empty(shape, dtype=self._dtype)
-        elif (tuple(out.shape), out.dtype, out.device.type) != (shape, self._dtype, "cpu") or not out.is_contiguous():
+            out = torch.empty(shape, dtype=self.dtype)
+        elif (tuple(out.shape), out.dtype, out.device.type) != (shape, self.dtype, "cpu") or not out.is_contiguous():
             found = f"{out.dtype} {list(out.shape)} on {out.device}"
-            what = f"out: {found}, expected a contiguous tensor, {self._dtype} {list(shape)}, on the CPU"
+            what = f"out: {found}, expected a contiguous tensor, {self.dtype} {list(shape)}, on the CPU"
             raise PlanError(what, tensor=self.name, code="option")
         if out.numel():
             target = bytes_of(out.detach()).numpy().reshape(-1, self._runs.row_nbytes)

@@ -418,6 +418,8 @@ class EngineModel:
     """Names by which the engine's configuration has the weights that relayout has loaded; None: none were loaded."""
     shapes: Shapes | None = None
     """Shapes of the weights that it has, if relayout has seen them."""
+    mapped: frozenset[str] = frozenset()
+    """Tensors of the load that is about to begin that are in the model's memory already."""
 
 
 class ByModel(Generic[Known]):

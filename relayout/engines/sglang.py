@@ -10,7 +10,8 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 from types import ModuleType
@@ -30,6 +31,7 @@ from relayout.engines.load import (
 )
 from relayout.engines.rank_weights import EngineOptions, RankWeights, listed, publish
 from relayout.engines.sglang_rank import FORMAT, LOGGER, cut_rank, engine_rank, is_draft, shapes_at
+from relayout.engines.sglang_tables import MappedTables, is_in_file
 from relayout.errors import PlanError, RelayoutError
 from relayout.storage.stores import find_input
 
@@ -213,9 +215,14 @@ def deliver(
     if weights is None and not known.place.is_ours:
         return stock()
     engine = engine_rank(source.model_config, loader.load_config.draft_model_idx)
+    engine = replace(engine, is_skipped=_or_in(engine.is_skipped, known.mapped))
     opened = open_load(known.place, known.options, engine) if weights is None else Weights(weights.deliver(), engine)
     known.load = opened
     return _given(known, loader, source, stock)
+
+
+def _or_in(is_skipped: Callable[[str], bool], names: frozenset[str]) -> Callable[[str], bool]:
+    return (lambda name: name in names or is_skipped(name)) if names else is_skipped
 
 
 def _given(known: EngineModel, loader: Any, source: Any, stock: Callable[[], Iterator[_Named]]) -> Iterator[_Named]:
@@ -268,10 +275,27 @@ def make_model(original: Callable[..., Any], model_config: Any, load_config: Any
     else:
         from relayout.engines.unwritten import Marks
 
-        with Marks() as known.marks:
+        with Marks() as known.marks, _mapping_tables(known, model_config):
             model = original(model_config, load_config, *settings, **named)
     MODELS.remember(known, model, model_config)
     return model
+
+
+@contextmanager
+def _mapping_tables(known: EngineModel, model_config: Any) -> Iterator[None]:
+    """Map tables of n-grams where a converted folder has them, if SGLang is to keep them in files."""
+    place = known.place
+    assert place is not None
+    if place.manifest is None or known.options.verify or policy_of(None) is not None or not is_in_file(model_config):
+        yield
+        return
+    from sglang.srt.models import qwen4_exp
+    from sglang.srt.runtime_context import get_parallel
+
+    tables = MappedTables(place.source, *cut_rank(get_parallel()), LOGGER)
+    with tables.replacing(qwen4_exp):
+        yield
+    known.mapped = frozenset(tables.names)
 
 
 def load_weights(original: Callable[..., None], model: Any, weights: Any, *settings: Any, **named: Any) -> None:
@@ -285,6 +309,7 @@ def load_weights(original: Callable[..., None], model: Any, weights: Any, *setti
         return
     place, load, marks = known.place, known.load, known.marks
     known.place = known.load = known.marks = None
+    known.mapped = frozenset()
     if marks is None or place is None:
         return
     if not isinstance(load, Stock):

@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 import pkgutil
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from enum import Enum
 from pathlib import Path
@@ -70,13 +70,21 @@ class Engine:
         self.num_replicas = num_replicas
 
     def load(
-        self, folder: Path | str, model: Any, *, load_format: str = "relayout", draft: bool = False, **options: Any
+        self,
+        folder: Path | str,
+        model: Any,
+        *,
+        load_format: str = "relayout",
+        draft: bool = False,
+        text_config: Mapping[str, Any] | None = None,
+        **options: Any,
     ) -> None:
-        """Make a model and load it, with options of relayout."""
+        """Make a model and load it, with options of relayout; `text_config` is put into that of the model."""
         loader = sys.modules["sglang.srt.model_loader.loader"]
         options = {**self.options, **options}
         config = self.load_config(load_format, {"relayout": options} if options else {}, None)
         made = ModelConfig.of(folder, model=model, draft=draft)
+        vars(made.hf_text_config).update(text_config or {})
         self.start(model.rank, model.tp * self.num_replicas)
         reader = loader.get_model_loader(config)
         loader._initialize_model(made, config)

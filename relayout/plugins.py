@@ -21,16 +21,13 @@ if TYPE_CHECKING:
     from types import ModuleType
 
 
-_LOADERS = "vllm.model_executor.model_loader"
-"""The module that has vLLM's load formats: only processes that load weights import it."""
+_LOADERS = {"vllm": "vllm.model_executor.model_loader", "tokenspeed": "tokenspeed.runtime.model_loader.loader"}
+"""The modules in which the plugins of engines change something: only processes that load weights import them."""
 
 
 def vllm() -> None:
     """Make `--load-format relayout` known when vLLM imports its loaders: the plugin of `vllm.general_plugins`."""
-    if _LOADERS in sys.modules:
-        _register("vllm")
-    elif not any(isinstance(finder, _AfterImport) for finder in sys.meta_path):
-        sys.meta_path.insert(0, _AfterImport())
+    _register_after_import("vllm")
 
 
 def vllm_loader(load_config: Any) -> Any:
@@ -50,10 +47,24 @@ def sglang() -> None:
     _register("sglang")
 
 
-class _AfterImport(MetaPathFinder):
-    """Registers with vLLM once its loaders have been imported: to import them in every process would cost seconds."""
+def tokenspeed() -> None:
+    """Make TokenSpeed recognize converted folders when it imports its loaders: the plugin of `tokenspeed.plugins`."""
+    _register_after_import("tokenspeed")
 
-    def __init__(self) -> None:
+
+def _register_after_import(engine: str) -> None:
+    """Call `_register` once the engine has imported its loaders: to import them in every process would cost seconds."""
+    if _LOADERS[engine] in sys.modules:
+        _register(engine)
+    elif not any(isinstance(finder, _AfterImport) and finder.engine == engine for finder in sys.meta_path):
+        sys.meta_path.insert(0, _AfterImport(engine))
+
+
+class _AfterImport(MetaPathFinder):
+    """Registers with an engine once its loaders have been imported."""
+
+    def __init__(self, engine: str) -> None:
+        self.engine = engine
         self._is_asking = False
         """Whether the other finders are being asked."""
 
@@ -61,7 +72,7 @@ class _AfterImport(MetaPathFinder):
         self, fullname: str, path: Sequence[str] | None, target: ModuleType | None = None
     ) -> ModuleSpec | None:
         """The module as others find it; its import ends with `_register`."""
-        if fullname != _LOADERS or self._is_asking:
+        if fullname != _LOADERS[self.engine] or self._is_asking:
             return None
         self._is_asking = True
         try:
@@ -75,7 +86,7 @@ class _AfterImport(MetaPathFinder):
                 execute(module)
                 if self in sys.meta_path:  # Not before: others may ask where the module is, and import nothing.
                     sys.meta_path.remove(self)
-                _register("vllm")
+                _register(self.engine)
 
             spec.loader.exec_module = execute_and_register  # type: ignore[method-assign]
         return spec

@@ -184,6 +184,13 @@ def source_url(model: str, revision: str | None) -> str:
     return f"hf://{model}" + (f"@{revision}" if revision else "")
 
 
+def this_device() -> str:
+    """The device that slices are best read to: this process's GPU, if it has one."""
+    import torch
+
+    return f"cuda:{torch.cuda.current_device()}" if torch.cuda.is_available() else "cpu"
+
+
 def check_same_model(had: Shapes | None, path: str, new: Shapes | None) -> None:
     """Check that weights are for the model that an engine has loaded, so that an update writes all of it.
 

@@ -12,6 +12,7 @@ from __future__ import annotations
 import re
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 from relayout.core.arguments import collapse_numbers
 
@@ -35,6 +36,21 @@ def is_shared_expert(name: str) -> bool:
 def is_of_feed_forward(name: str) -> bool:
     """Whether a tensor is of what follows attention in a layer, experts among it, or of the output head."""
     return _OF_ALL_RANKS.match(name) is not None or is_expert(name) or is_shared_expert(name)
+
+
+def is_rearranged(table: Any) -> bool:
+    """Return whether experts lie otherwise than in even blocks: some of them twice, or by a map.
+
+    Args:
+        table: an engine's `ExpertLocationMetadata` (SGLang 0.5.23 `eplb/expert_location.py`, TokenSpeed 0.1.1
+            `moe/expert_location.py`); None: it has none.
+    """
+    if table is None:
+        return False
+    places = table.physical_to_logical_map_cpu
+    return places.shape[1] != table.num_logical_experts or any(
+        layer != list(range(len(layer))) for layer in places.tolist()
+    )
 
 
 @dataclass(frozen=True, slots=True)

@@ -530,6 +530,21 @@ def speculative(config: Any) -> Callable[[str], bool]:
     return is_speculative
 
 
+def of_other_layers(stage: range, num_layers: int) -> Callable[[str], bool]:
+    """Whether a tensor is of a layer of the text model that another stage of a pipeline has.
+
+    Args:
+        stage: the numbers of this stage's layers.
+        num_layers: of all stages. Layers behind these, for speculation, are of no stage.
+    """
+
+    def is_elsewhere(name: str) -> bool:
+        layer = layer_of(name)
+        return layer is not None and layer < num_layers and layer not in stage
+
+    return is_elsewhere
+
+
 def layer_of(name: str) -> int | None:
     """The number of the layer of the text model that a tensor is of."""
     layer = _LAYER.match(name)

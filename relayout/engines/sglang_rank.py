@@ -6,9 +6,9 @@ from collections.abc import Callable
 from logging import getLogger
 from typing import Any
 
-from relayout.engines.load import EngineRank, Shapes, WeightsPlace
-from relayout.engines.placing import is_expert, is_of_feed_forward
-from relayout.engines.rank_weights import layer_of, speculative
+from relayout.engines.load import EngineRank, Shapes, WeightsPlace, this_device
+from relayout.engines.placing import is_expert, is_of_feed_forward, is_rearranged
+from relayout.engines.rank_weights import of_other_layers, speculative
 
 FORMAT = "relayout"
 """The name of the load format that insists on relayout."""
@@ -36,10 +36,10 @@ def engine_rank(model_config: Any, draft_model_idx: int | None = None) -> Engine
         rank=rank,
         num_ranks=num_ranks,
         owns_experts=owns_experts,
-        has_own_block=owns_experts and is_whole_group and not _places_experts(),
+        has_own_block=owns_experts and is_whole_group and not is_rearranged(_expert_places()),
         is_placed=is_of_feed_forward if num_ranks != parallel.tp_size else is_expert if owns_experts else None,
         is_draft=of_draft,
-        device=_device(),
+        device=this_device(),
         is_skipped=of_other_stages(parallel, num_layers),
         is_unused=speculative(text_config) if num_layers is not None else lambda name: False,
         observe="sglang",
@@ -55,21 +55,11 @@ def cut_rank(parallel: Any) -> tuple[int, int]:
     return parallel.attn_tp_rank, parallel.attn_tp_size
 
 
-def _places_experts() -> bool:
-    """Whether experts lie otherwise than in even blocks: some of them twice, or by a map.
-
-    Both are in SGLang's own table of places, which a process makes before it loads weights (SGLang 0.5.23
-    `eplb/expert_location.py`).
-    """
+def _expert_places() -> Any:
+    """SGLang's own table of places for experts, which a process makes before it loads weights; None: there is none."""
     from sglang.srt.eplb.expert_location import get_global_expert_location_metadata
 
-    metadata = get_global_expert_location_metadata()
-    if metadata is None:
-        return False
-    places = metadata.physical_to_logical_map_cpu
-    return places.shape[1] != metadata.num_logical_experts or any(
-        layer != list(range(len(layer))) for layer in places.tolist()
-    )
+    return get_global_expert_location_metadata()
 
 
 def shapes_at(place: WeightsPlace) -> Shapes | None:
@@ -85,18 +75,5 @@ def of_other_stages(parallel: Any, num_layers: int | None) -> Callable[[str], bo
         return lambda name: False
     from sglang.srt.distributed.utils import get_pp_indices
 
-    stage = range(*get_pp_indices(num_layers, parallel.pp_rank, parallel.pp_size))
-
-    def is_elsewhere(name: str) -> bool:
-        layer = layer_of(name)
-        # Proof: SGLang's models pass over these by the same number.
-        return layer is not None and layer < num_layers and layer not in stage
-
-    return is_elsewhere
-
-
-def _device() -> str:
-    """The device that slices are best read to: this process's GPU, if it has one."""
-    import torch
-
-    return f"cuda:{torch.cuda.current_device()}" if torch.cuda.is_available() else "cpu"
+    # Proof: SGLang's models pass over these by the same number.
+    return of_other_layers(range(*get_pp_indices(num_layers, parallel.pp_rank, parallel.pp_size)), num_layers)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import logging
 import sys
 import traceback
 from collections.abc import Callable
@@ -40,6 +41,21 @@ class Job:
     """MLA as on a GPU: the kernel for CPUs with AMX, which releases kv_b_proj, is left off."""
     settings: dict[str, Any] = field(default_factory=dict)
     """More of the engine's."""
+
+
+class Reports(logging.Handler):
+    """Counts what relayout says of its loads."""
+
+    def __init__(self, logger: str) -> None:
+        super().__init__()
+        self.num_loads = self.num_whole = 0
+        logging.getLogger(logger).setLevel(logging.INFO)
+        logging.getLogger(logger).addHandler(self)
+
+    def emit(self, record: logging.LogRecord) -> None:
+        report = record.args[0] if isinstance(record.args, tuple) and record.args else None
+        self.num_loads += hasattr(report, "num_whole")
+        self.num_whole += getattr(report, "num_whole", 0)
 
 
 def run_jobs(compare: Callable[[Job, dict[str, Any]], None]) -> None:

@@ -7,13 +7,12 @@ for each job. Without a GPU, and with SGLANG_USE_CPU_ENGINE unset, the weight lo
 from __future__ import annotations
 
 import json
-import logging
 from types import SimpleNamespace
 from typing import Any
 
 import torch
 
-from engines.comparing.jobs import Job, Tensors, held, note_differences, run_jobs
+from engines.comparing.jobs import Job, Reports, Tensors, held, note_differences, run_jobs
 from relayout.engines.sglang import COMPUTED
 from relayout.observe.sglang_stand_ins import stand_in_rotary
 
@@ -80,26 +79,11 @@ def load(path: str, job: Job, rank: int, load_format: str) -> Tensors:
     return {name: one for name, one in held(model).items() if name.rpartition(".")[2] not in COMPUTED}
 
 
-class Reports(logging.Handler):
-    """What relayout says of its loads."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.num_whole = 0
-        logger = logging.getLogger("sglang.relayout")
-        logger.setLevel(logging.INFO)
-        logger.addHandler(self)
-
-    def emit(self, record: logging.LogRecord) -> None:
-        report = record.args[0] if isinstance(record.args, tuple) and record.args else None
-        self.num_whole += getattr(report, "num_whole", 0)
-
-
 def compare(job: Job, result: dict[str, Any]) -> None:
     """Load every rank both ways, the engine's own first."""
     own = [load(job.source, job, rank, "auto") for rank in range(job.tp)]
     result["own_load"] = True
-    reports = Reports()
+    reports = Reports("sglang.relayout")
     for rank in range(job.tp):
         note_differences(result, rank, own[rank], load(job.converted, job, rank, "relayout"))
     result["whole_reads"] = reports.num_whole

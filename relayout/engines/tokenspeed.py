@@ -1,0 +1,232 @@
+"""TokenSpeed: a converted folder is recognized and loads with no flag.
+
+TokenSpeed's plugins can register models and kernels, but no load format, and its command takes only its own formats
+(0.1.1, `runtime/plugins/registry.py` and `runtime/utils/server_args.py`). So the options of relayout, and the wish to
+load plain checkpoints by it, come in an environment variable: `RELAYOUT_TOKENSPEED='{"cache": "/nvme/relayout"}'`.
+
+One function of TokenSpeed is replaced: `_initialize_model` of `runtime/model_loader/loader.py`, by which all its loaders
+make a model. The next call of its default loader is `model.load_weights(weights)`. `weights` is a generator that opens
+no file before its first tensor, so for this one call the method of the model is replaced: it takes relayout's tensors
+instead, or the generator, where the load is TokenSpeed's own.
+"""
+
+from __future__ import annotations
+
+import inspect
+import json
+import os
+from collections.abc import Callable, Iterator
+from functools import partial
+from logging import getLogger
+from typing import TYPE_CHECKING, Any
+
+from relayout.checkpoint.trust import policy_of
+from relayout.engines.load import (
+    EngineModel,
+    EngineRank,
+    Stock,
+    Weights,
+    WeightsPlace,
+    open_load,
+    refuse_unproven,
+    source_url,
+    this_device,
+)
+from relayout.engines.placing import is_expert, is_of_feed_forward, is_rearranged
+from relayout.engines.rank_weights import EngineOptions, listed, of_other_layers, publish, speculative
+from relayout.errors import PlanError
+from relayout.storage.stores import scheme_of
+
+if TYPE_CHECKING:
+    import torch
+
+    _Named = tuple[str, torch.Tensor]
+
+OPTIONS = "RELAYOUT_TOKENSPEED"
+"""The environment variable with the options, as a JSON object; if it is set, plain checkpoints are loaded, too."""
+_LOGGER = getLogger("tokenspeed.relayout")
+_OF_DEFAULT_LOADER = {"auto", "instanttensor", "mistral", "npcache", "pt", "safetensors"}
+"""Formats that TokenSpeed's default loader reads: other loaders make values in ways of their own."""
+_DRAFTS = ("NextN", "Eagle3", "DFlash", "DSpark")
+"""Parts of the names of architectures that are draft models only. TokenSpeed gives a draft model such a name where its
+checkpoint has the name of the target (0.1.1 `runtime/utils/hf_transformers_utils.py`, `get_config`)."""
+
+
+def register() -> None:
+    """Replace TokenSpeed's function that makes a model. May be called any number of times.
+
+    Raises:
+        AttributeError, TypeError: this TokenSpeed is not as expected.
+    """
+    from tokenspeed.runtime import model_loader
+    from tokenspeed.runtime.model_loader import loader
+
+    original = loader._initialize_model
+    if getattr(original, "func", None) is make_model:
+        return
+    names, expected = list(inspect.signature(original).parameters), ["model_config", "load_config"]
+    if names != expected:
+        raise TypeError(f"{loader.__name__}._initialize_model takes {names}, expected {expected}")
+    check_scales: Callable[[Iterator[_Named]], Iterator[_Named]] = loader.require_unit_kv_scales
+    if policy_of(None) is not None:
+        model_loader.get_model_loader = loader.get_model_loader = partial(choose_loader, loader.get_model_loader)
+    loader._initialize_model = partial(make_model, original, check_scales)
+
+
+def choose_loader(original: Callable[[Any], Any], load_config: Any) -> Any:
+    """Stand in the place of `get_model_loader` under a policy: loaders that read weights in their own way are refused.
+
+    Raises:
+        PlanError: the loader is not the default one.
+    """
+    loader = original(load_config)
+    if type(loader).__name__ != "DefaultModelLoader":
+        refuse_unproven(None, f"--load-format {_format(load_config)} ({type(loader).__name__}) is not loaded by relayout")
+    return loader
+
+
+def make_model(
+    original: Callable[[Any, Any], Any],
+    check_scales: Callable[[Iterator[_Named]], Iterator[_Named]],
+    model_config: Any,
+    load_config: Any,
+) -> Any:
+    """Stand in the place of `_initialize_model`: what relayout may load is marked, and loads its weights once by it.
+
+    That of a draft model is not marked: it shares modules with its target after the load.
+
+    Args:
+        original: makes the model.
+        check_scales: TokenSpeed's own check of the tensors that it passes to a model.
+        model_config, load_config: TokenSpeed's.
+
+    Raises:
+        FormatError, PlanError, OSError: as `WeightsPlace.is_ours`; an option is wrong; or the model reads weights of a
+            converted folder by itself.
+    """
+    known = _known(model_config)
+    assert known.place is not None
+    if _format(load_config) not in _OF_DEFAULT_LOADER or not known.place.is_ours:
+        return original(model_config, load_config)
+    if is_draft(model_config):
+        model = original(model_config, load_config)
+    else:
+        from relayout.engines.unwritten import Marks
+
+        with Marks() as known.marks:
+            model = original(model_config, load_config)
+    if hasattr(model, "bind_checkpoint_dir") or getattr(model, "secondary_weights", ()):
+        if known.place.manifest is not None:
+            what = f"TokenSpeed's {type(model).__name__} reads some of its weights by itself, which it would not find"
+            raise PlanError(f"{what} here: serve the source", path=known.place.source, code="unsupported")
+        if known.marks is not None:
+            known.marks.give_back(model)
+        return model
+    model.load_weights = partial(_load_weights, known, model, model_config, check_scales)
+    return model
+
+
+def _known(model_config: Any) -> EngineModel:
+    """Return where a model's weights are, and how they are to be loaded."""
+    text, url = os.environ.get(OPTIONS), source_url(str(model_config.model_path), model_config.revision)
+    try:
+        options = json.loads(text or "{}")
+    except ValueError as error:
+        raise PlanError(f"{OPTIONS}: is no JSON: {error}", code="option") from error
+    if not isinstance(options, dict):
+        raise PlanError(f"{OPTIONS}: is {text}, expected a JSON object such as {{}}", code="option")
+    parsed = EngineOptions.parse(options, OPTIONS)
+    if parsed.live or parsed.source is not None:
+        raise PlanError(f"{OPTIONS}: live and source: not for TokenSpeed", code="option")
+    # With this variable TokenSpeed looks for models by their ids elsewhere than on the Hugging Face hub.
+    is_elsewhere = scheme_of(url) == "hf" and "TOKENSPEED_USE_MODELSCOPE" in os.environ
+    return EngineModel(parsed, WeightsPlace(url, is_asked_for=bool(text) and not is_elsewhere))
+
+
+def _load_weights(
+    known: EngineModel,
+    model: Any,
+    model_config: Any,
+    check_scales: Callable[[Iterator[_Named]], Iterator[_Named]],
+    weights: Iterator[_Named],
+) -> Any:
+    """Stand in the place of a new model's `load_weights`: let it load; check that all its memory was written.
+
+    Args:
+        weights: the tensors as TokenSpeed reads them itself.
+    """
+    del model.load_weights  # Later calls are those of live updates.
+    place = known.place
+    assert place is not None
+    load = open_load(place, known.options, engine_rank(model, model_config))
+    if isinstance(load, Weights):
+        try:
+            loaded = model.load_weights(check_scales(iter(load.delivery)))
+            report = load.delivery.report()
+            if known.marks is not None:
+                from relayout.engines.unwritten import check_written
+
+                check_written(model, place.source, "TokenSpeed")
+            publish(report, _LOGGER)
+            if report.unused:
+                _LOGGER.warning("relayout: rank %d: TokenSpeed did not use %s", report.rank, listed(report.unused))
+        except Exception as error:
+            load = load.after(error, place.source)
+    if isinstance(load, Stock):
+        loaded = model.load_weights(weights)
+        load.has_loaded()
+    if known.marks is not None:
+        known.marks.give_back(model)
+    return loaded
+
+
+def engine_rank(model: Any, model_config: Any) -> EngineRank:
+    """All that a load asks of TokenSpeed."""
+    mapping, of_draft = model_config.mapping, is_draft(model_config)
+    attention, experts, text_config = mapping.attn, mapping.moe, model_config.hf_text_config
+    owns_experts = experts.ep_size > 1
+    degrees = {mapping.dense.tp_size, mapping.lm_head.tp_size, *(() if owns_experts else (experts.tp_size,))}
+    is_used = getattr(model, "checkpoint_weight_name_filter", None)
+    is_elsewhere = _of_other_stages(mapping, None if of_draft else text_config.num_hidden_layers)
+    return EngineRank(
+        name="TokenSpeed",
+        logger=_LOGGER,
+        rank=attention.tp_rank,
+        num_ranks=attention.tp_size,
+        owns_experts=owns_experts,
+        has_own_block=owns_experts and experts.ep_size == attention.tp_size and not is_rearranged(_expert_places()),
+        # With data-parallel attention, what follows it is cut over other processes than attention, or whole.
+        is_placed=is_of_feed_forward if degrees != {attention.tp_size} else is_expert if owns_experts else None,
+        is_draft=of_draft,
+        device=this_device(),
+        # Proof: TokenSpeed's own loader passes over the tensors that this method refuses.
+        is_skipped=lambda name: is_elsewhere(name) or (is_used is not None and not is_used(name)),
+        is_unused=speculative(text_config) if not of_draft else lambda name: False,
+    )
+
+
+def is_draft(model_config: Any) -> bool:
+    """Whether a model is a draft model, by the names of its architectures."""
+    names = getattr(model_config.hf_config, "architectures", None) or ()
+    return any(part in name for name in names for part in _DRAFTS)
+
+
+def _of_other_stages(mapping: Any, num_layers: int | None) -> Callable[[str], bool]:
+    """Whether a tensor is of a layer of another stage of the pipeline."""
+    if mapping.pp_size == 1 or num_layers is None:
+        return lambda name: False
+    from tokenspeed.runtime.distributed.pp_stage import pp_layer_window
+
+    # Proof: TokenSpeed's models pass over these by the same number.
+    return of_other_layers(range(*pp_layer_window(num_layers, mapping)), num_layers)
+
+
+def _expert_places() -> Any:
+    """TokenSpeed's own table of places for experts, which a process makes before it loads; None: there is none."""
+    from tokenspeed.runtime.moe.expert_location import get_global_expert_location_metadata
+
+    return get_global_expert_location_metadata()
+
+
+def _format(load_config: Any) -> str:
+    return str(getattr(load_config.load_format, "value", load_config.load_format)).lower()

@@ -1,0 +1,123 @@
+"""Runs in an environment that has TokenSpeed: every parameter of every rank, by its own loader and through relayout.
+
+`tokenspeed_classes JOBS.json [--stand-in-kernels]`: one process is all ranks, one after the other. Prints a line of
+JSON for each job. TokenSpeed's kernels need a GPU when they are imported, so another module stands in for each of
+theirs: classes are built and loaded by TokenSpeed's own code, and nothing is computed.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+from collections.abc import Sequence
+from importlib.abc import Loader, MetaPathFinder
+from importlib.machinery import ModuleSpec
+from types import ModuleType, SimpleNamespace
+from typing import Any
+from unittest.mock import MagicMock
+
+import torch
+
+from engines.comparing.jobs import Job, Reports, Tensors, held, note_differences, run_jobs
+
+OF_GPUS = ("nvtx", "tokenspeed_kernel", "tokenspeed_scheduler", "tokenspeed_triton", "torch_memory_saver", "torchvision")
+"""Packages that TokenSpeed imports, and no load of weights calls."""
+_PLATFORM = "tokenspeed_kernel.platform"
+"""The module that TokenSpeed asks for the GPU."""
+
+
+class StandIns(MetaPathFinder, Loader):
+    """Finds a module without contents for every name in the packages `OF_GPUS`."""
+
+    def find_spec(self, fullname: str, path: Sequence[str] | None, target: ModuleType | None = None) -> Any:
+        """Return where it is: here; None: it is of another package."""
+        return ModuleSpec(fullname, self, is_package=True) if fullname.split(".")[0] in OF_GPUS else None
+
+    def create_module(self, spec: ModuleSpec) -> ModuleType:
+        """Return the module."""
+        module = _StandIn(spec.name)
+        if spec.name == _PLATFORM:
+            platform = MagicMock(arch_version=SimpleNamespace(major=9, minor=0), vendor="nvidia", is_nvidia=True)
+            for name in ("amd", "npu", "blackwell", "blackwell_plus", "cdna4", "cdna4_plus", "cdna5", "cdna5_plus"):
+                setattr(platform, f"is_{name}", False)
+            module.current_platform = lambda: platform  # type: ignore[attr-defined]
+        return module
+
+    def exec_module(self, module: ModuleType) -> None:
+        """Do nothing: it has no code."""
+
+
+class _StandIn(ModuleType):
+    """A module that has every name."""
+
+    __path__: list[str] = []  # noqa: RUF012 (as import makes it)
+
+    def __getattr__(self, name: str) -> Any:
+        if name.startswith("__"):
+            raise AttributeError(name)
+        value = MagicMock(name=f"{self.__name__}.{name}")
+        setattr(self, name, value)
+        return value
+
+
+def load(path: str, job: Job, rank: int, options: dict[str, Any] | None) -> Tensors:
+    """Return all that a model holds once its loader has been through it, before it is made ready for kernels.
+
+    Args:
+        options: relayout's; None: the environment has none.
+    """
+    from tokenspeed.runtime.configs.load_config import LoadConfig
+    from tokenspeed.runtime.configs.model_config import ModelConfig
+    from tokenspeed.runtime.distributed.mapping import Mapping
+    from tokenspeed.runtime.model_loader import loader
+    from tokenspeed.runtime.model_loader.utils import set_default_torch_dtype
+
+    os.environ.pop("RELAYOUT_TOKENSPEED", None)
+    if options is not None:
+        os.environ["RELAYOUT_TOKENSPEED"] = json.dumps(options)
+    num_owners = job.tp if job.expert else 1
+    mapping = Mapping(
+        rank, job.tp, attn_tp_size=job.tp, dense_tp_size=job.tp, moe_tp_size=job.tp // num_owners, moe_ep_size=num_owners
+    )
+    arguments = MagicMock(mapping=mapping, speculative_algorithm=None, load_format="auto", language_model_only=False)
+    model_config = ModelConfig(path, model_override_args="{}", server_args=arguments, dtype="bfloat16")
+    load_config = LoadConfig(weight_loader_prefetch_checkpoints=False)
+    default = loader.get_model_loader(load_config)
+    with set_default_torch_dtype(model_config.dtype):
+        with torch.device("cpu"):
+            model = loader._initialize_model(model_config, load_config)
+        model.load_weights(default._get_all_weights(model_config, model))
+    return held(model)
+
+
+def compare(job: Job, result: dict[str, Any]) -> None:
+    """Load every rank both ways, the engine's own first."""
+    own = [load(job.source, job, rank, None) for rank in range(job.tp)]
+    result["own_load"] = True
+    reports = Reports("tokenspeed.relayout")
+    for rank in range(job.tp):
+        ours = load(job.converted, job, rank, {"strict": job.strict})
+        note_differences(result, rank, own[rank], ours)
+    result["whole_reads"], result["loads"] = reports.num_whole, reports.num_loads
+
+
+def stand_in() -> None:
+    """Let TokenSpeed's classes be imported and built without a GPU."""
+    sys.meta_path.insert(0, StandIns())
+    torch.cuda.Event = torch.cuda.Stream = MagicMock  # type: ignore[misc]
+    from tokenspeed.runtime.distributed.process_group_manager import process_group_manager
+
+    process_group_manager.get_process_group = MagicMock()
+
+
+def main() -> None:
+    stand_in()
+    from tokenspeed.runtime.plugins import ensure_loaded
+
+    ensure_loaded()
+    run_jobs(compare)
+
+
+if __name__ == "__main__":
+    main()

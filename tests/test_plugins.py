@@ -9,7 +9,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
-from support import fake_sglang, fake_vllm, prestarted
+from support import fake_sglang, fake_tokenspeed, fake_vllm, prestarted
 from support.signing import make_keys
 
 from relayout import plugins
@@ -85,7 +85,10 @@ def test_a_process_that_loads_nothing_imports_nothing_and_one_that_does_knows_th
     assert bool(said) == bool(done.stderr)
 
 
-@pytest.mark.parametrize(("kind", "call"), [(fake_vllm, plugins.vllm), (fake_sglang, plugins.sglang)])
+@pytest.mark.parametrize(
+    ("kind", "call"),
+    [(fake_vllm, plugins.vllm), (fake_sglang, plugins.sglang), (fake_tokenspeed, plugins.tokenspeed)],
+)
 def test_an_engine_that_is_not_as_expected_does_not_start_under_a_policy(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, kind: Any, call: Callable[[], None]
 ) -> None:

@@ -4,10 +4,10 @@ TokenSpeed's plugins can register models and kernels, but no load format, and it
 (0.1.1, `runtime/plugins/registry.py` and `runtime/utils/server_args.py`). So the options of relayout, and the wish to
 load plain checkpoints by it, come in an environment variable: `RELAYOUT_TOKENSPEED='{"cache": "/nvme/relayout"}'`.
 
-One function of TokenSpeed is replaced: `_initialize_model` of `runtime/model_loader/loader.py`, by which all its loaders
-make a model. The next call of its default loader is `model.load_weights(weights)`. `weights` is a generator that opens
-no file before its first tensor, so for this one call the method of the model is replaced: it takes relayout's tensors
-instead, or the generator, where the load is TokenSpeed's own.
+One function of TokenSpeed is replaced: `_initialize_model` of `runtime/model_loader/loader.py`. All of its loaders make
+a model by it. The next call of its default loader is `model.load_weights(weights)`, where `weights` is a generator that
+opens no file before its first tensor. For this one call the method of the model is replaced: it takes relayout's
+tensors, or the generator if the load is TokenSpeed's own.
 """
 
 from __future__ import annotations
@@ -81,7 +81,9 @@ def choose_loader(original: Callable[[Any], Any], load_config: Any) -> Any:
     """
     loader = original(load_config)
     if type(loader).__name__ != "DefaultModelLoader":
-        refuse_unproven(None, f"--load-format {_format(load_config)} ({type(loader).__name__}) is not loaded by relayout")
+        refuse_unproven(
+            None, f"--load-format {_format(load_config)} ({type(loader).__name__}) is not loaded by relayout"
+        )
     return loader
 
 
@@ -116,13 +118,14 @@ def make_model(
         with Marks() as known.marks:
             model = original(model_config, load_config)
     if hasattr(model, "bind_checkpoint_dir") or getattr(model, "secondary_weights", ()):
+        refuse_unproven(known.place.source, f"has weights of {type(model).__name__} that TokenSpeed reads itself")
         if known.place.manifest is not None:
             what = f"TokenSpeed's {type(model).__name__} reads some of its weights by itself, which it would not find"
             raise PlanError(f"{what} here: serve the source", path=known.place.source, code="unsupported")
         if known.marks is not None:
             known.marks.give_back(model)
         return model
-    model.load_weights = partial(_load_weights, known, model, model_config, check_scales)
+    model.load_weights = partial(_load_weights, known, model, model.load_weights, model_config, check_scales)
     return model
 
 
@@ -146,6 +149,7 @@ def _known(model_config: Any) -> EngineModel:
 def _load_weights(
     known: EngineModel,
     model: Any,
+    original: Callable[[Iterator[_Named]], Any],
     model_config: Any,
     check_scales: Callable[[Iterator[_Named]], Iterator[_Named]],
     weights: Iterator[_Named],
@@ -155,13 +159,16 @@ def _load_weights(
     Args:
         weights: the tensors as TokenSpeed reads them itself.
     """
-    del model.load_weights  # Later calls are those of live updates.
+    # Later calls are those of live updates.
+    del model.load_weights
+    if model.load_weights != original:  # The model had one of its own.
+        model.load_weights = original
     place = known.place
     assert place is not None
     load = open_load(place, known.options, engine_rank(model, model_config))
     if isinstance(load, Weights):
         try:
-            loaded = model.load_weights(check_scales(iter(load.delivery)))
+            loaded = original(check_scales(iter(load.delivery)))
             report = load.delivery.report()
             if known.marks is not None:
                 from relayout.engines.unwritten import check_written
@@ -173,7 +180,7 @@ def _load_weights(
         except Exception as error:
             load = load.after(error, place.source)
     if isinstance(load, Stock):
-        loaded = model.load_weights(weights)
+        loaded = original(weights)
         load.has_loaded()
     if known.marks is not None:
         known.marks.give_back(model)

@@ -409,6 +409,7 @@ def test_a_cache_inside_the_model_stops_a_start(model: Path, engine: AnyEngine) 
     assert not (model / "cache").exists()
 
 
+@pytest.mark.parametrize("engine", [fake_vllm, fake_sglang], indirect=True)
 def test_a_model_without_a_built_in_plan_is_observed_once(
     unheard_of: Path, cache: Path, engine: AnyEngine, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:

@@ -1,4 +1,4 @@
-"""What a load is, in both engines, with the engines' interfaces: real ones are proven by tools/engines."""
+"""What a load is, in all engines, with the engines' interfaces: real ones are proven by tools/engines."""
 
 from __future__ import annotations
 
@@ -96,17 +96,17 @@ def test_memory_that_nobody_writes_is_an_error(
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"thread": 2}, "--model-loader-extra-config.*: relayout has no option 'thread', expected backend, threads"),
+        ({"thread": 2}, "OPTION.*: relayout has no option 'thread', expected backend, threads"),
         ({"threads": "2"}, "threads is '2', expected int"),
         ({"verify": 1}, "verify is 1, expected bool"),
-        ({"threads": 0}, "--model-loader-extra-config.*: threads: 0, expected 1 or more"),
+        ({"threads": 0}, "OPTION.*: threads: 0, expected 1 or more"),
         ({"memory": "lots"}, "memory: 'lots' is not a size"),
         ({"memory": -5}, "memory: -5, expected 1 or more"),
         ({"backend": "gpu"}, "backend 'gpu', expected one of auto, direct"),
     ],
 )
 def test_options_are_checked(folders: Path, engine: AnyEngine, options: dict[str, object], message: str) -> None:
-    with pytest.raises(PlanError, match=message):
+    with pytest.raises(PlanError, match=message.replace("OPTION", engine.option)):
         engine.load(folders / "llama-tp2", Model(stock_tensors(folders / "llama"), 0, 2), **options)
 
 

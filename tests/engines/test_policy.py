@@ -8,7 +8,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
-from support import fake_sglang, fake_vllm
+from support import fake_sglang, fake_tokenspeed, fake_vllm
 from support.fake_vllm import Model, Tensors
 from support.signing import UNTRUSTED, Keys, make_keys, write_states
 
@@ -67,6 +67,7 @@ STARTS = {
 WAYS: dict[str, tuple[Any, Callable[[Any, str, str, Model], None]]] = {
     **{f"vLLM: {name}": (fake_vllm, way) for name, way in STARTS.items()},
     **{f"SGLang: {name}": (fake_sglang, way) for name, way in STARTS.items()},
+    **{f"TokenSpeed: {name}": (fake_tokenspeed, way) for name, way in STARTS.items()},
     "SGLang: safetensors": (fake_sglang, start(load_format="safetensors")),
     "vLLM: reload": (fake_vllm, reload),
     "SGLang: update": (fake_sglang, update),
@@ -75,6 +76,8 @@ NEVER = {
     "vLLM: safetensors": (fake_vllm, start(load_format="safetensors")),
     "vLLM: side weights": (fake_vllm, side_weights),
     "SGLang: dummy": (fake_sglang, start(load_format="dummy")),
+    "TokenSpeed: dummy": (fake_tokenspeed, start(load_format="dummy")),
+    "TokenSpeed: side weights": (fake_tokenspeed, side_weights),
 }
 """Not even what is signed, since relayout does not load it."""
 
@@ -107,7 +110,9 @@ def test_under_a_policy_only_what_is_signed_gets_into_an_engine(
             model.assert_holds_what_it_cuts_of(whole)
 
 
-@pytest.mark.parametrize("way", ["vLLM: auto", "SGLang: auto", "vLLM: draft, auto", "SGLang: update"])
+@pytest.mark.parametrize(
+    "way", ["vLLM: auto", "SGLang: auto", "TokenSpeed: auto", "vLLM: draft, auto", "SGLang: update"]
+)
 def test_a_load_proves_what_the_engine_reads_itself_once(
     states: Path, keys: Keys, monkeypatch: pytest.MonkeyPatch, whole: Tensors, way: str
 ) -> None:

@@ -43,6 +43,7 @@ CHANGED = {
         "sglang.srt.plugins.hook_registry.HookRegistry.hooks['sglang.srt.configs.load_config.LoadConfig."
         "_verify_load_format']",
     ],
+    "tokenspeed": ["tokenspeed.runtime.model_loader.loader._initialize_model"],
 }
 
 
@@ -55,7 +56,7 @@ def found(engine: str) -> list[dict[str, list[str]]]:
     return results
 
 
-@pytest.mark.parametrize("engine", ["vllm", "sglang"])
+@pytest.mark.parametrize("engine", CHANGED)
 def test_a_plugin_that_is_not_used_does_nothing_but_register(engine: str) -> None:
     result = found(engine)[0]
     assert result["changed"] == CHANGED[engine]

@@ -9,7 +9,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from support import fake_sglang, fake_vllm
+from support import fake_sglang, fake_tokenspeed, fake_vllm
 from support.checkpoints import write_family
 from support.conversions import stock_tensors
 from support.fake_sglang import AnyEngine
@@ -48,7 +48,16 @@ def sglang(
     return fake
 
 
-@pytest.fixture(params=[fake_vllm, fake_sglang], ids=["vllm", "sglang"])
+@pytest.fixture
+def tokenspeed(
+    conversions_end: None, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> fake_tokenspeed.Engine:
+    """With relayout's plugin."""
+    caplog.set_level(logging.INFO)
+    return fake_tokenspeed.install(monkeypatch)
+
+
+@pytest.fixture(params=[fake_vllm, fake_sglang, fake_tokenspeed], ids=["vllm", "sglang", "tokenspeed"])
 def engine(
     conversions_end: None,
     request: pytest.FixtureRequest,

@@ -15,7 +15,7 @@ from typing import Any, ClassVar, TypeAlias
 import pytest
 import torch
 from safetensors.torch import load_file
-from support import fake_vllm
+from support import fake_tokenspeed, fake_vllm
 from support.fake_vllm import put_modules
 
 from relayout import plugins
@@ -133,6 +133,8 @@ class Engine:
     places: list[list[int]] | None = None
     """By layers, the experts in the places for them; None: SGLang has no table of these."""
     name: str = "SGLang"
+    option: str = "--model-loader-extra-config"
+    """Where options of relayout are given."""
 
 
 def source_of(config: ModelConfig) -> SimpleNamespace:
@@ -140,8 +142,8 @@ def source_of(config: ModelConfig) -> SimpleNamespace:
     return SimpleNamespace(model_or_path=config.model_path, revision=config.revision, prefix="", model_config=config)
 
 
-AnyEngine: TypeAlias = fake_vllm.Engine | Engine
-"""Both are told in the same words to load."""
+AnyEngine: TypeAlias = fake_vllm.Engine | fake_tokenspeed.Engine | Engine
+"""All are told in the same words to load."""
 
 
 def install(monkeypatch: pytest.MonkeyPatch, *, with_plugin: bool = True) -> Engine:

@@ -230,6 +230,8 @@ class Engine:
     nodes: tuple[int, ...] = ()
     """Of each tensor-parallel rank; if there are several nodes."""
     name: str = "vLLM"
+    option: str = "--model-loader-extra-config"
+    """Where options of relayout are given."""
 
     def own_experts(self) -> None:
         """Let each rank own whole experts."""

@@ -22,6 +22,7 @@ from engines.cases import (
     BGE_M3,
     DEGREES,
     FORMS,
+    IN_TOKENSPEED,
     NOT_IN_SGLANG,
     RERANKER,
     RUNS,
@@ -105,11 +106,12 @@ def run_cases(
 ) -> Iterator[tuple[str, Result]]:
     """Each case at each degree up to `most`, by a module of `engines`."""
     jobs: dict[bool, list[Result]] = {False: [], True: []}
-    is_sglang = environment.engine == "sglang"
+    is_sglang, is_tokenspeed = (environment.engine == name for name in ("sglang", "tokenspeed"))
     for case in cases:
-        if is_sglang and (case.draft or case.moe_backend != "auto" or case.settings or case.stages > 1):
-            continue  # Its draft models are built by its workers, and its kernels are not chosen here.
-        if is_sglang and case.family in NOT_IN_SGLANG:
+        is_vllms = case.draft or case.moe_backend != "auto" or case.settings or case.stages > 1
+        if (is_sglang or is_tokenspeed) and is_vllms:
+            continue  # Draft models are built by workers, and kernels are not chosen here.
+        if (is_sglang and case.family in NOT_IN_SGLANG) or (is_tokenspeed and case.family not in IN_TOKENSPEED):
             continue
         is_uncut = is_sglang and case.family in WHOLE_IN_SGLANG
         for tp in (tp for tp in case.degrees if tp <= most):
@@ -246,6 +248,8 @@ OF_SGLANG: Mapping[str, Step] = {
     "observe": observe_sglang,
 }
 """What is recorded of SGLang."""
+OF_TOKENSPEED: Mapping[str, Step] = {"parameters": compare_parameters}
+"""What is recorded of TokenSpeed."""
 LABORATORY: Mapping[str, Callable[[Environment, Path, str], None]] = {
     "observe": laboratory.observe_registry,
     "plans": laboratory.make_plans,
@@ -276,7 +280,7 @@ def main(
         elif name == "upstream":
             say(try_patch(environment_of("vllm", home)))
     for engine in engines or ENGINES:
-        of_engine = OF_SGLANG if engine == "sglang" else STEPS
+        of_engine = {"sglang": OF_SGLANG, "tokenspeed": OF_TOKENSPEED}.get(engine, STEPS)
         if not of_engine.keys() & set(steps):
             continue
         work = home / f"{engine}-work"

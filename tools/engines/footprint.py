@@ -18,9 +18,10 @@ LOADERS = {
         "sglang.srt.configs.load_config",
         "sglang.srt.plugins.hook_registry",
     ),
+    "tokenspeed": ("tokenspeed",),
 }
 """Modules of an engine that the plugin needs for its registration."""
-WATCHED = ("vllm", "sglang", "torch", "transformers", "safetensors", "huggingface_hub")
+WATCHED = ("vllm", "sglang", "tokenspeed", "torch", "transformers", "safetensors", "huggingface_hub")
 """Packages in which every attribute of modules and classes is compared, and every entry of dicts, lists and sets."""
 
 

@@ -13,6 +13,7 @@ import sys
 from collections.abc import Sequence
 from importlib.abc import Loader, MetaPathFinder
 from importlib.machinery import ModuleSpec
+from pathlib import Path
 from types import ModuleType, SimpleNamespace
 from typing import Any
 from unittest.mock import MagicMock
@@ -21,7 +22,7 @@ import torch
 
 from engines.comparing.jobs import Job, Reports, Tensors, held, note_differences, run_jobs
 
-OF_GPUS = ("nvtx", "tokenspeed_kernel", "tokenspeed_scheduler", "tokenspeed_triton", "torch_memory_saver", "torchvision")
+OF_GPUS = ("nvtx", "tokenspeed_kernel", "tokenspeed_scheduler", "tokenspeed_triton", "torch_memory_saver")
 """Packages that TokenSpeed imports, and no load of weights calls."""
 _PLATFORM = "tokenspeed_kernel.platform"
 """The module that TokenSpeed asks for the GPU."""
@@ -61,6 +62,21 @@ class _StandIn(ModuleType):
         return value
 
 
+_YARN = {
+    "type": "yarn", "factor": 40, "original_max_position_embeddings": 4096,
+    "beta_fast": 32, "beta_slow": 1, "mscale": 1.0, "mscale_all_dim": 1.0,
+}  # fmt: skip
+
+
+def of_the_hub(path: str) -> dict[str, Any]:
+    """Return what config.json has on the hub and TokenSpeed asks for, where a small checkpoint has it otherwise."""
+    config = json.loads(Path(path, "config.json").read_text())
+    return {
+        **({"num_experts": config["num_local_experts"]} if "num_local_experts" in config else {}),
+        **({"rope_scaling": _YARN} if config["model_type"] in ("deepseek_v3", "kimi_k2") else {}),
+    }
+
+
 def load(path: str, job: Job, rank: int, options: dict[str, Any] | None) -> Tensors:
     """Return all that a model holds once its loader has been through it, before it is made ready for kernels.
 
@@ -76,12 +92,13 @@ def load(path: str, job: Job, rank: int, options: dict[str, Any] | None) -> Tens
     os.environ.pop("RELAYOUT_TOKENSPEED", None)
     if options is not None:
         os.environ["RELAYOUT_TOKENSPEED"] = json.dumps(options)
-    num_owners = job.tp if job.expert else 1
+    owners = job.tp if job.expert else 1
     mapping = Mapping(
-        rank, job.tp, attn_tp_size=job.tp, dense_tp_size=job.tp, moe_tp_size=job.tp // num_owners, moe_ep_size=num_owners
+        rank, job.tp, attn_tp_size=job.tp, dense_tp_size=job.tp, moe_tp_size=job.tp // owners, moe_ep_size=owners
     )
     arguments = MagicMock(mapping=mapping, speculative_algorithm=None, load_format="auto", language_model_only=False)
-    model_config = ModelConfig(path, model_override_args="{}", server_args=arguments, dtype="bfloat16")
+    override = json.dumps(of_the_hub(path))
+    model_config = ModelConfig(path, model_override_args=override, server_args=arguments, dtype="bfloat16")
     load_config = LoadConfig(weight_loader_prefetch_checkpoints=False)
     default = loader.get_model_loader(load_config)
     with set_default_torch_dtype(model_config.dtype):
@@ -107,8 +124,10 @@ def stand_in() -> None:
     sys.meta_path.insert(0, StandIns())
     torch.cuda.Event = torch.cuda.Stream = MagicMock  # type: ignore[misc]
     from tokenspeed.runtime.distributed.process_group_manager import process_group_manager
+    from tokenspeed.runtime.layers import rotary_embedding
 
     process_group_manager.get_process_group = MagicMock()
+    rotary_embedding.get_rope = MagicMock()  # It has no weights, and makes tables on the GPU.
 
 
 def main() -> None:

@@ -30,7 +30,7 @@ _OF_SGLANG = """
 
 _OF_TOKENSPEED = """
     transformers==5.12.0 psutil pillow requests pydantic einops pyzmq msgspec setproctitle pybase64 fastapi uvicorn
-    aiohttp orjson dill prometheus_client tiktoken partial_json_parser python-multipart openai
+    aiohttp orjson dill prometheus_client tiktoken partial_json_parser python-multipart openai loguru
 """
 """As for SGLang: its kernels are left out, too."""
 

@@ -47,6 +47,7 @@ OPTIONS = "RELAYOUT_TOKENSPEED"
 _LOGGER = getLogger("tokenspeed.relayout")
 _OF_DEFAULT_LOADER = {"auto", "instanttensor", "mistral", "npcache", "pt", "safetensors"}
 """Formats that TokenSpeed's default loader reads: other loaders make values in ways of their own."""
+_EMBEDDING = ".embed_tokens.weight"
 _DRAFTS = ("NextN", "Eagle3", "DFlash", "DSpark")
 """Parts of the names of architectures that are draft models only. TokenSpeed gives a draft model such a name where its
 checkpoint has the name of the target (0.1.1 `runtime/utils/hf_transformers_utils.py`, `get_config`)."""
@@ -117,7 +118,7 @@ def make_model(
 
         with Marks() as known.marks:
             model = original(model_config, load_config)
-    if hasattr(model, "bind_checkpoint_dir") or getattr(model, "secondary_weights", ()):
+    if hasattr(model, "bind_checkpoint_dir") or getattr(model, "secondary_weights", None):
         refuse_unproven(known.place.source, f"has weights of {type(model).__name__} that TokenSpeed reads itself")
         if known.place.manifest is not None:
             what = f"TokenSpeed's {type(model).__name__} reads some of its weights by itself, which it would not find"
@@ -193,6 +194,11 @@ def engine_rank(model: Any, model_config: Any) -> EngineRank:
     attention, experts, text_config = mapping.attn, mapping.moe, model_config.hf_text_config
     owns_experts = experts.ep_size > 1
     degrees = {mapping.dense.tp_size, mapping.lm_head.tp_size, *(() if owns_experts else (experts.tp_size,))}
+    # With data-parallel attention, what follows it is cut over other processes than attention, or whole.
+    is_placed = is_of_feed_forward if degrees != {attention.tp_size} else is_expert if owns_experts else None
+    is_by_use = is_placed or (lambda name: False)
+    is_block = owns_experts and experts.ep_size == attention.tp_size
+    is_whole = attention.tp_size > 1 and _has_whole_embedding(model)
     is_used = getattr(model, "checkpoint_weight_name_filter", None)
     is_elsewhere = _of_other_stages(mapping, None if of_draft else text_config.num_hidden_layers)
     return EngineRank(
@@ -201,14 +207,21 @@ def engine_rank(model: Any, model_config: Any) -> EngineRank:
         rank=attention.tp_rank,
         num_ranks=attention.tp_size,
         owns_experts=owns_experts,
-        has_own_block=owns_experts and experts.ep_size == attention.tp_size and not is_rearranged(_expert_places()),
-        # With data-parallel attention, what follows it is cut over other processes than attention, or whole.
-        is_placed=is_of_feed_forward if degrees != {attention.tp_size} else is_expert if owns_experts else None,
+        has_own_block=is_block and not is_whole and not is_rearranged(_expert_places()),
+        is_placed=(lambda name: name.endswith(_EMBEDDING) or is_by_use(name)) if is_whole else is_placed,
         is_draft=of_draft,
         device=this_device(),
         # Proof: TokenSpeed's own loader passes over the tensors that this method refuses.
         is_skipped=lambda name: is_elsewhere(name) or (is_used is not None and not is_used(name)),
         is_unused=speculative(text_config) if not of_draft else lambda name: False,
+    )
+
+
+def _has_whole_embedding(model: torch.nn.Module) -> bool:
+    """Whether each rank has the whole embedding, as DeepSeek's class makes it (0.1.1 `models/deepseek_v3.py`)."""
+    return any(
+        f".{name}.weight".endswith(_EMBEDDING) and getattr(module, "tp_size", None) == 1
+        for name, module in model.named_modules()
     )
 
 

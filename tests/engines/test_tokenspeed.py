@@ -156,3 +156,19 @@ def test_parts_with_other_degrees_than_attention_are_read_by_what_is_used(
     tokenspeed.load(folders / "llama-tp2", model, strict=True)
     model.assert_holds_what_it_cuts_of(whole)
     assert ", 0 whole tensors read" in caplog.messages[-1]
+
+
+def test_an_embedding_that_is_whole_on_each_rank_is_read_whole_once(
+    folders: Path, tokenspeed: Engine, whole: Tensors, caplog: pytest.LogCaptureFixture
+) -> None:
+    """As DeepSeek's class makes it."""
+    name, model = "model.embed_tokens.weight", Model(whole, 1, 2)
+    model.missing = {name.removesuffix(".weight"): (embedding := torch.nn.Module())}
+    embedding.tp_size = 1
+    model.cut = lambda of, one, cut=model.cut: one if of == name else cut(of, one)  # type: ignore
+    model.memory = {of: model.cut(of, one) * 0 for of, one in whole.items()}
+    tokenspeed.load(folders / "llama-tp2", model, strict=True)
+    model.assert_holds_what_it_cuts_of(whole)
+    held = sum(one.nbytes for of, one in relayout.load(folders / "llama-tp2", 1).items() if of != name)
+    assert f": {(held + whole[name].nbytes) / 1e9:.3f} GB in " in caplog.messages[-1]
+    assert ", 0 whole tensors read" in caplog.messages[-1]

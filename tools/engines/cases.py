@@ -34,8 +34,18 @@ before it cuts them (`qwen2_5_vl.py`, SGLang 0.5.23)."""
 NOT_IN_SGLANG = ("gemma4_text", "gemma4_unified", "longcat_flash", "mimo_v2", "mistral4", "step3p5")
 """Families whose small checkpoints say less in config.json than SGLang's classes ask for."""
 
-IN_TOKENSPEED = (*FAMILIES, *QUANTIZED)
-"""Families and forms that TokenSpeed 0.1.1 has classes for."""
+IN_TOKENSPEED = (
+    "llama",
+    "qwen2",
+    "qwen2_tied",
+    "qwen3",
+    "qwen3_moe",
+    "deepseek_v3",
+    "kimi_k2",
+    "fp8_blocks",
+    "fp8_blocks_moe",
+)
+"""Families and forms that were loaded by TokenSpeed's classes. It has more."""
 
 SPLIT = "fp8_blocks_moe_split"
 """Experts with 192 or 96 rows for each rank, in blocks of 128 that share a scale."""

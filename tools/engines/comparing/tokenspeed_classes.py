@@ -39,8 +39,8 @@ class StandIns(MetaPathFinder, Loader):
         """Return the module."""
         module = _StandIn(spec.name)
         if spec.name == _PLATFORM:
-            platform = MagicMock(arch_version=SimpleNamespace(major=9, minor=0), vendor="nvidia", is_nvidia=True)
-            for name in ("amd", "npu", "blackwell", "blackwell_plus", "cdna4", "cdna4_plus", "cdna5", "cdna5_plus"):
+            platform = MagicMock(arch_version=SimpleNamespace(major=10, minor=0), vendor="nvidia", is_nvidia=True)
+            for name in ("amd", "npu", "hopper", "ampere", "cdna4", "cdna4_plus", "cdna5", "cdna5_plus"):
                 setattr(platform, f"is_{name}", False)
             module.current_platform = lambda: platform  # type: ignore[attr-defined]
         return module
@@ -96,7 +96,10 @@ def load(path: str, job: Job, rank: int, options: dict[str, Any] | None) -> Tens
     mapping = Mapping(
         rank, job.tp, attn_tp_size=job.tp, dense_tp_size=job.tp, moe_tp_size=job.tp // owners, moe_ep_size=owners
     )
-    arguments = MagicMock(mapping=mapping, speculative_algorithm=None, load_format="auto", language_model_only=False)
+    arguments = MagicMock(
+        mapping=mapping, speculative_algorithm=None, load_format="auto", language_model_only=False,
+        gpu_memory_utilization=0.9, mm_encoder_tp_mode="weights", disaggregation_mode="null",
+    )  # fmt: skip
     override = json.dumps(of_the_hub(path))
     model_config = ModelConfig(path, model_override_args=override, server_args=arguments, dtype="bfloat16")
     load_config = LoadConfig(weight_loader_prefetch_checkpoints=False)

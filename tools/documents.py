@@ -18,6 +18,7 @@ from statistics import median
 from textwrap import fill
 from typing import Any
 
+from engines import coverage, registries
 from engines.cases import hub_cases
 from engines.hub_counts import HUB, is_equal, is_not_loaded
 from support.layers import EVERYWHERE, EXCEPTIONS, LAYERS
@@ -31,6 +32,10 @@ from relayout.plans.family import builtin_families, builtin_text
 _ROOT = Path(__file__).parents[1]
 _REFERENCE = _ROOT / "docs" / "reference"
 _WIDTH = 120
+_NEWEST = 40
+"""Architectures in the table of the newest."""
+_MAX_REASON = 150
+"""Characters of a reason in a table."""
 
 
 def _results(name: str) -> Any:
@@ -244,6 +249,43 @@ def hub() -> str:
         cells = (case.name, heads, model.experts or "", f"{model.vocabulary:,}", equal, without)
         rows.append(f"| {' | '.join(map(str, cells))} |")
     return "\n".join(rows)
+
+
+def architectures() -> str:
+    """The architectures of both engines: how many have a plan, the newest, and all that have none."""
+    found = coverage.architectures()
+    columns = ("engine", "generate text", "built-in", "observed only", "none", "of these, cannot be built", "share")
+    rows = [f"| {' | '.join(columns)} |", "|---" * len(columns) + "|"]
+    for engine, counts in coverage.counted(found).items():
+        cells = (f"{_engine_release(engine)}", *counts.values(), f"{100 * coverage.share(counts):.1f} %")
+        rows.append(f"| {' | '.join(map(str, cells))} |")
+    rows += ["", f"The {_NEWEST} newest:", "", "| architecture | engines | new since | plan |", "|---|---|---|---|"]
+    for one in found[:_NEWEST]:
+        since = ", ".join(f"{coverage.ENGINES[engine]} {release}" for engine, release in one.since.items() if release)
+        rows.append(f"| {one.name} | {_engines_of(one.since)} | {since} | {_plan_or_reason(one)} |")
+    rows += ["", "All that have none:", "", "| architecture | engines | why |", "|---|---|---|"]
+    missing = sorted((one for one in found if one.state == "none"), key=lambda one: (one.is_built, one.name.lower()))
+    rows += (f"| {one.name} | {_engines_of(one.since)} | {_reason(one)} |" for one in reversed(missing))
+    return "\n".join(rows)
+
+
+def _engine_release(engine: str) -> str:
+    return f"{coverage.ENGINES[engine]} {registries.RELEASES[engine][0]}"
+
+
+def _engines_of(names: Iterable[str]) -> str:
+    return ", ".join(coverage.ENGINES[name] for name in names)
+
+
+def _plan_or_reason(one: coverage.Architecture) -> str:
+    observed = f"observed: {_engines_of(one.observed)}"
+    return f"`{one.plan}`" if one.plan else observed if one.observed else f"none: {_reason(one)}"
+
+
+def _reason(one: coverage.Architecture) -> str:
+    text = re.sub(r"\s+", " ", one.why).replace("|", "/").replace("<", "&lt;")
+    text = text if len(text) <= _MAX_REASON else f"{text[:_MAX_REASON].rstrip()}..."
+    return text if one.is_built else f"cannot be built: {text}"
 
 
 def sglang_pauses() -> str:
@@ -533,6 +575,7 @@ PARTS: dict[str, tuple[Path, Callable[[], str]]] = {
     "signing": (_ROOT / "docs" / "guides" / "SIGNING.md", signing),
     "fills": (_REFERENCE / "LOADING.md", fills),
     "families": (_REFERENCE / "MODELS.md", families),
+    "architectures": (_REFERENCE / "MODELS.md", architectures),
     "engines": (_REFERENCE / "COMPARED.md", engines),
     "compared": (_REFERENCE / "COMPARED.md", compared),
     "hub": (_REFERENCE / "COMPARED.md", hub),

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from typing import Any
 
 from relayout.core.slices import Slice
@@ -102,30 +102,52 @@ def _loaded_slices(
     model_config: Any, tensors: Sequence[tuple[str, str, Sequence[int]]], rank: int
 ) -> tuple[dict[str, Slice], str]:
     """What SGLang's class loads of each tensor, and its name."""
+    from relayout.observe.tracing import LoadRecorder
+
+    model = build(model_config, rank)
+    recorder = LoadRecorder(model)
+    load(model_config, model, recorder, tensors)
+    recorder.finish()
+    return {name: recorder.loaded(name) for name, *_ in tensors}, type(model).__qualname__
+
+
+def build(model_config: Any, rank: int) -> Any:
+    """Build SGLang's class for a rank; its large parameters have no memory."""
     import torch
     from sglang.srt.configs.load_config import LoadConfig
     from sglang.srt.model_loader import loader
     from sglang.srt.model_loader.utils import set_default_torch_dtype
 
-    from relayout.loader.tensors import torch_dtype
     from relayout.observe.stand_ins import WithoutMemory
-    from relayout.observe.tracing import LoadRecorder
 
     load_config = LoadConfig(load_format="auto", tp_rank=rank)
     quantization = loader._get_quantization_config(model_config, load_config)
-    with set_default_torch_dtype(model_config.dtype):
-        with torch.device("cpu"), WithoutMemory():
-            model = loader._initialize_model(model_config, load_config, quantization)
-        for module in model.modules():
-            if hasattr(module, "post_load_weights"):
-                module.post_load_weights = lambda *_, **__: None  # It computes with what was loaded.
-        recorder = LoadRecorder(model)
+    with set_default_torch_dtype(model_config.dtype), torch.device("cpu"), WithoutMemory():
+        model = loader._initialize_model(model_config, load_config, quantization)
+    for module in model.modules():
+        if hasattr(module, "post_load_weights"):
+            module.post_load_weights = lambda *_, **__: None  # It computes with what was loaded.
+    return model
 
-        def probes() -> Iterator[tuple[str, torch.Tensor]]:
-            for name, dtype, shape in tensors:
-                yield name, recorder.probe(name, shape, torch_dtype(name, dtype))
 
-        with torch.device("cpu"):
-            loader.DefaultModelLoader.load_weights_only(model, probes(), torch.device("cpu"))
-    recorder.finish()
-    return {name: recorder.loaded(name) for name, *_ in tensors}, type(model).__qualname__
+def load(model_config: Any, model: Any, recorder: Any, tensors: Iterable[tuple[str, str, Sequence[int]]]) -> None:
+    """Let SGLang's loader load probes of a recorder into a model.
+
+    Args:
+        model_config: SGLang's configuration of the model.
+        model: from `build`.
+        recorder: a `LoadRecorder` of the model.
+        tensors: (name, dtype, shape) of each.
+    """
+    import torch
+    from sglang.srt.model_loader import loader
+    from sglang.srt.model_loader.utils import set_default_torch_dtype
+
+    from relayout.loader.tensors import torch_dtype
+
+    def probes() -> Iterator[tuple[str, torch.Tensor]]:
+        for name, dtype, shape in tensors:
+            yield name, recorder.probe(name, shape, torch_dtype(name, dtype))
+
+    with set_default_torch_dtype(model_config.dtype), torch.device("cpu"):
+        loader.DefaultModelLoader.load_weights_only(model, probes(), torch.device("cpu"))

@@ -99,6 +99,17 @@ def stand_in_quantization(model_type: str | None) -> None:
         older.DeepseekV4FP8Config = own.DeepseekV4FP8Config
 
 
+def stand_in_inputs() -> None:
+    """Let a class take images and sounds without the processor that makes its inputs, or the tokenizer that this asks.
+
+    vLLM makes the processor only to ask whether all kinds of inputs are switched off, which none is here. To be called
+    before vLLM makes its configuration.
+    """
+    config = getattr(_module("vllm.config.model"), "ModelConfig", None)
+    if (asked := getattr(config, "_supports_multimodal_inputs", None)) is not None:
+        config._supports_multimodal_inputs = _tried(asked, lambda self: self.is_multimodal_model, Exception)
+
+
 def stand_in_devices() -> None:
     """Let classes make what only a GPU has, where there is none: streams, events, sparse attention, kernels."""
     if torch.cuda.is_available():
@@ -115,6 +126,10 @@ def stand_in_devices() -> None:
     sparse = "vllm.v1.attention.backends.mla.flashmla_sparse.FlashMLASparseBackend"
     choose = _tried(platform.get_attn_backend_cls, lambda *_, **__: sparse, NotImplementedError, ValueError)
     type(platform).get_attn_backend_cls = staticmethod(choose)
+    if (vision := getattr(platform, "get_vit_attn_backend", None)) is not None:
+        # Some vision parts ask for kernels of a GPU by name; attention has no weights.
+        default = lambda head_size, dtype, *_, **__: vision(head_size, dtype)  # noqa: E731
+        type(platform).get_vit_attn_backend = staticmethod(_tried(vision, default, AssertionError))
     for package in filter(sys.modules.get, _CHOOSING):
         stand_in_classes(package)
     if workspace := _module("vllm.v1.worker.workspace"):

@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import json
 import os
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -41,6 +41,7 @@ def configuration(job: ObservationJob) -> Any:
     import relayout.observe.tracing  # noqa: F401  # Here, once, and not in each fork.
     from relayout.observe.stand_ins import (
         stand_in_devices,
+        stand_in_inputs,
         stand_in_kernels,
         stand_in_modules,
         stand_in_quantization,
@@ -53,6 +54,7 @@ def configuration(job: ObservationJob) -> Any:
     registry._run_in_subprocess = lambda function: function()
     # Which of its runners would run the model is decided by this machine, and does not matter.
     VllmConfig._validate_v1_model_runner = lambda self: None
+    stand_in_inputs()
     config = EngineArgs(
         model=job.folder,
         tensor_parallel_size=job.tp,
@@ -106,37 +108,75 @@ def _loaded_slices(
     Args:
         is_partial: the checkpoint need not have all that the class has.
     """
+    from relayout.observe.tracing import LoadRecorder
+
+    model = build(config, model_config)
+    recorder = LoadRecorder(model)
+    load(config, model_config, model, recorder, tensors, is_partial=is_partial)
+    recorder.finish()
+    return {name: recorder.loaded(name) for name, *_ in tensors}, type(model).__qualname__
+
+
+def build(config: Any, model_config: Any) -> Any:
+    """Build vLLM's class for a rank; its large parameters have no memory."""
     import torch
     from vllm.config import set_current_vllm_config
-    from vllm.model_executor.model_loader.default_loader import DefaultModelLoader
     from vllm.model_executor.model_loader.utils import initialize_model
     from vllm.utils.torch_utils import set_default_torch_dtype
 
-    from relayout.loader.tensors import torch_dtype
     from relayout.observe.stand_ins import WithoutMemory, stand_in_tokenizers
-    from relayout.observe.tracing import LoadRecorder
 
     config.compilation_config.static_forward_context.clear()
-    with set_current_vllm_config(config), set_default_torch_dtype(model_config.dtype):
-        with torch.device("cpu"), WithoutMemory(), stand_in_tokenizers():
-            model = initialize_model(vllm_config=config, model_config=model_config)
-        recorder = LoadRecorder(model)
-        is_unused = getattr(model, "is_unused_checkpoint_weight", lambda name: False)
+    with (
+        set_current_vllm_config(config),
+        set_default_torch_dtype(model_config.dtype),
+        torch.device("cpu"),
+        WithoutMemory(),
+        stand_in_tokenizers(),
+    ):
+        return initialize_model(vllm_config=config, model_config=model_config)
 
-        def probes() -> Iterator[tuple[str, torch.Tensor]]:
-            for name, dtype, shape in tensors:
-                probe = recorder.probe(name, shape, torch_dtype(name, dtype))
-                if not is_unused(name):
-                    yield name, probe
 
-        loader = DefaultModelLoader(config.load_config)
-        loader.get_all_weights = lambda *_: probes()
-        if is_partial:
-            loader.track_weights_loading = lambda *_, **__: None
-        with torch.device("cpu"):
-            loader.load_weights(model, model_config)
-    recorder.finish()
-    return {name: recorder.loaded(name) for name, *_ in tensors}, type(model).__qualname__
+def load(
+    config: Any,
+    model_config: Any,
+    model: Any,
+    recorder: Any,
+    tensors: Iterable[tuple[str, str, Sequence[int]]],
+    *,
+    is_partial: bool = False,
+) -> None:
+    """Let vLLM's loader load probes of a recorder into a model.
+
+    Args:
+        config: vLLM's configuration.
+        model_config: the part of it that the model was built by.
+        model: from `build`.
+        recorder: a `LoadRecorder` of the model.
+        tensors: (name, dtype, shape) of each.
+        is_partial: the checkpoint need not have all that the class has.
+    """
+    import torch
+    from vllm.config import set_current_vllm_config
+    from vllm.model_executor.model_loader.default_loader import DefaultModelLoader
+    from vllm.utils.torch_utils import set_default_torch_dtype
+
+    from relayout.loader.tensors import torch_dtype
+
+    is_unused = getattr(model, "is_unused_checkpoint_weight", lambda name: False)
+
+    def probes() -> Iterator[tuple[str, torch.Tensor]]:
+        for name, dtype, shape in tensors:
+            probe = recorder.probe(name, shape, torch_dtype(name, dtype))
+            if not is_unused(name):
+                yield name, probe
+
+    loader = DefaultModelLoader(config.load_config)
+    loader.get_all_weights = lambda *_: probes()
+    if is_partial:
+        loader.track_weights_loading = lambda *_, **__: None
+    with set_current_vllm_config(config), set_default_torch_dtype(model_config.dtype), torch.device("cpu"):
+        loader.load_weights(model, model_config)
 
 
 def draft_config(config: Any, method: str = "mtp") -> Any:

@@ -18,6 +18,7 @@ from support.updates_worker import write_steps
 from transformers.utils import logging as transformers_logging
 
 import relayout
+from engines import coverage
 from engines.cases import (
     BGE_M3,
     DEGREES,
@@ -254,11 +255,13 @@ LABORATORY: Mapping[str, Callable[[Environment, Path, str], None]] = {
     "observe": laboratory.observe_registry,
     "plans": laboratory.make_plans,
     "table": laboratory.write_table,
+    "registries": laboratory.read_registries,
 }
-"""What is done with one engine: each architecture is observed; built-in plans are written; OBSERVED.md is."""
+"""What is done with one engine: each architecture is observed; built-in plans are written; OBSERVED.md is; the
+registries of both engines are read."""
 
 
-KNOWN = [*STEPS, *LABORATORY, "upstream"]
+KNOWN = [*STEPS, *LABORATORY, "attempts", "upstream"]
 
 
 def main(
@@ -277,6 +280,9 @@ def main(
     for name in steps:
         if name in LABORATORY and engines != ["sglang"]:
             LABORATORY[name](environment_of(laboratory.ENGINE, home), home, only)
+        elif name == "attempts":
+            for engine in engines or coverage.ENGINES:
+                laboratory.attempt(engine, home, only)
         elif name == "upstream":
             say(try_patch(environment_of("vllm", home)))
     for engine in engines or ENGINES:

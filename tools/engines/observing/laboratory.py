@@ -14,14 +14,17 @@ from support.families import FAMILIES
 from support.observed_slices import read
 from support.quantized import QUANTIZED
 
-from engines.environments import ROOT, Environment, versions_in
+from engines import coverage, registries
+from engines.environments import ROOT, Environment, environment_of, versions_in
 from engines.observing import plan_making, tables
 from engines.observing.multimodal_architectures import OTHER_FORMS
+from engines.observing.class_configs import CONFIGS
 from engines.observing.plan_table import TABLE
 
 ENGINE = "vllm-0.33"
 RESULTS = ROOT / "tools" / "results"
 OBSERVED_RESULTS = RESULTS / "observed.jsonl"
+ATTEMPTS = RESULTS / "attempts.jsonl"
 BUILTIN_RESULTS = RESULTS / "builtin_plans.jsonl"
 QUANTIZED_FORMS = [name for name, quantized in QUANTIZED.items() if quantized.pattern]
 """Quantized forms of one family's own, whose tensors no other checkpoint has."""
@@ -39,6 +42,39 @@ def observe_registry(environment: Environment, home: Path, _only: str) -> None:
     write_lines(OBSERVED_RESULTS, results)
     write_lines(BUILTIN_RESULTS, [result for result in builtin if len(result) > 1])
     write_table(environment, home)
+
+
+def read_registries(_environment: Environment, home: Path, _only: str) -> None:
+    """Read from wheels which architectures the releases of both engines register."""
+    registries.write(home, {name: [small.model_type] for name, small in CONFIGS.items()})
+
+
+def attempt(engine: str, home: Path, only: str) -> None:
+    """Attempt to observe the architectures of an engine that have no built-in plan; keep what was found of others."""
+    names = {
+        one.name: one.types
+        for one in coverage.architectures()
+        if engine in one.since and not one.plan and fnmatch(one.name, only)
+    }
+    environment = environment_of(ENGINE if engine == "vllm" else engine, home)
+    work = home / f"{engine}-work"
+    work.mkdir(parents=True, exist_ok=True)
+    file, asked = work / "attempts.jsonl", work / "names.json"
+    file.unlink(missing_ok=True)
+    asked.write_text(json.dumps(names))
+    command = environment.command("observing.attempts", engine, work / "attempts", file, asked)
+    subprocess.run(command, check=True, env=environment.variables | {"OMP_NUM_THREADS": "1"}, cwd=home)
+    keep_attempts(file)
+
+
+def keep_attempts(file: Path) -> None:
+    """Record attempts, each in the place of an earlier one of the same engine and architecture."""
+    kept = {}
+    for source in (ATTEMPTS, file):
+        for line in source.read_text().splitlines() if source.exists() else ():
+            result = json.loads(line)
+            kept[result["engine"], result["architecture"]] = result
+    write_lines(ATTEMPTS, [kept[key] for key in sorted(kept)])
 
 
 def make_plans(environment: Environment, home: Path, only: str) -> None:

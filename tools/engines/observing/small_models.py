@@ -91,8 +91,21 @@ _OLDER = (
 _WITH_OLDER = ("siglip_vision_model", "siglip2_vision_model", "clip_vision_model")
 
 
-_CODE = """
+CODE = """
 from transformers import CONFIG_MAPPING, PretrainedConfig
+
+
+class Values(dict):
+    def __getattr__(self, key):
+        if key not in self:
+            raise AttributeError(key)
+        return self[key]
+
+
+def with_attributes(value):
+    if isinstance(value, dict):
+        return Values((key, with_attributes(one)) for key, one in value.items())
+    return [with_attributes(one) for one in value] if isinstance(value, list) else value
 
 
 class HubConfig(PretrainedConfig):
@@ -100,6 +113,8 @@ class HubConfig(PretrainedConfig):
 
     def __init__(self, **keys):
         for key, value in keys.items():
+            if isinstance(value, list):
+                keys[key] = with_attributes(value)
             if key.endswith("_config") and isinstance(value, dict):
                 known = value.get("model_type") in CONFIG_MAPPING
                 keys[key] = (CONFIG_MAPPING[value["model_type"]] if known else PretrainedConfig)(**value)
@@ -127,7 +142,7 @@ def write(architecture: str, folder: Path, values: Mapping[str, Any] = MappingPr
         LookupError: transformers has no class for it.
     """
     recipe, cls = _recipe(architecture), class_of(architecture)
-    config = _small(cls.config_class, {**cls.config_class().to_dict()}, _merged(recipe.values, values))
+    config = small(cls.config_class, {**cls.config_class().to_dict()}, merged(recipe.values, values))
     torch.manual_seed(0)
     torch.set_default_dtype(torch.bfloat16)
     try:
@@ -143,10 +158,10 @@ def write(architecture: str, folder: Path, values: Mapping[str, Any] = MappingPr
     if recipe.flat:
         top = {**top.pop("text_config"), **top}
     if recipe.code:
-        (folder / "configuration_hub.py").write_text(_CODE.format(top["model_type"]))
+        (folder / "configuration_hub.py").write_text(CODE.format(top["model_type"]))
         top["auto_map"] = {"AutoConfig": "configuration_hub.HubConfig"}
     given = {key: value for key, value in values.items() if key in recipe.config}
-    file.write_text(json.dumps(_merged(top, {**recipe.config, **given})))
+    file.write_text(json.dumps(merged(top, {**recipe.config, **given})))
     for name, content in recipe.files.items():
         (folder / name).write_text(json.dumps(content))
     is_older = (top.get("vision_config") or {}).get("model_type") in _WITH_OLDER
@@ -162,7 +177,7 @@ def supply(folder: Path, errors: Sequence[str]) -> bool:
     file = folder / "config.json"
     config = json.loads(file.read_text())
     for key in re.findall(r"Config' object has no attribute '(\w+)'", " ".join(errors)):
-        number = _number(key)
+        number = number_of(key)
         if number is not None and key not in config:
             for part in (config, config.get("text_config"), config.get("vision_config")):
                 if isinstance(part, dict):
@@ -176,15 +191,15 @@ def _recipe(architecture: str) -> Recipe:
     return ARCHITECTURES.get(architecture) or MULTIMODAL.get(architecture, Recipe())
 
 
-def _merged(values: Mapping[str, Any], others: Mapping[str, Any]) -> dict[str, Any]:
+def merged(values: Mapping[str, Any], others: Mapping[str, Any]) -> dict[str, Any]:
     """The values, with the others over them; objects in both are merged too, and None takes a value away."""
-    merged = dict(values)
+    both = dict(values)
     for key, value in others.items():
-        if value is None and merged.pop(key, None) is not None:
+        if value is None and both.pop(key, None) is not None:
             continue
-        both = isinstance(value, dict) and isinstance(merged.get(key), dict)
-        merged[key] = _merged(merged[key], value) if both else value
-    return merged
+        are_objects = isinstance(value, dict) and isinstance(both.get(key), dict)
+        both[key] = merged(both[key], value) if are_objects else value
+    return both
 
 
 def _restore(file: Path, names: Sequence[tuple[str, str]], recipe: Recipe) -> None:
@@ -199,10 +214,21 @@ def _restore(file: Path, names: Sequence[tuple[str, str]], recipe: Recipe) -> No
     save_file({**weights, **turned, **more}, file, metadata={"format": "pt"})
 
 
-def _small(cls: Any, values: dict[str, Any], chosen_values: Mapping[str, Any] = MappingProxyType({})) -> Any:
+def small(cls: Any, values: dict[str, Any], chosen_values: Mapping[str, Any] = MappingProxyType({})) -> Any:
+    """A configuration of a class with small numbers in place of these values, and chosen values over them."""
+    nested = getattr(cls, "sub_configs", None) or {}
+    kept = small_values(cls, values, chosen_values)
+    same = {key: value for key, value in values.items() if key not in kept and key not in OF_ALL}
+    return cls(**{**same, **kept, **{key: value for key, value in chosen_values.items() if key not in nested}})
+
+
+def small_values(
+    cls: Any, values: Mapping[str, Any], chosen_values: Mapping[str, Any] = MappingProxyType({})
+) -> dict[str, Any]:
+    """The values that become small, and what they become."""
     kept: dict[str, Any] = {}
     nested = getattr(cls, "sub_configs", None) or {}
-    layers = {value for key, value in values.items() if "layer" in key and _number(key) == LAYERS}
+    layers = {value for key, value in values.items() if "layer" in key and number_of(key) == LAYERS}
     for key, value in values.items():
         if key in nested and isinstance(value or chosen_values.get(key), dict) and inspect.isclass(nested[key]):
             sub, value = nested[key], value or {}
@@ -211,10 +237,10 @@ def _small(cls: Any, values: dict[str, Any], chosen_values: Mapping[str, Any] = 
                 from transformers import CONFIG_MAPPING
 
                 sub = CONFIG_MAPPING[chosen.pop("model_type", value.get("model_type"))]
-            own = {field: what for field, what in value.items() if field not in _OF_ALL}
-            kept[key] = _small(sub, sub(**own).to_dict(), chosen).to_dict()
+            own = {field: what for field, what in value.items() if field not in OF_ALL}
+            kept[key] = small(sub, sub(**own).to_dict(), chosen).to_dict()
         elif type(value) is int:
-            number = _number(key)
+            number = number_of(key)
             if number is not None:
                 kept[key] = min(number, value) if number in (0, 1, 2) else number
             elif key.endswith(("_token_id", "_token_index")) and value >= VOCABULARY:
@@ -228,11 +254,10 @@ def _small(cls: Any, values: dict[str, Any], chosen_values: Mapping[str, Any] = 
                 kept[key] = sorted({min(index, LAYERS - 1) for index in value})[: len(value)]
             elif key.endswith("token_ids") or "eos" in key:
                 kept[key] = [index % VOCABULARY for index in value]
-    same = {key: value for key, value in values.items() if key not in kept and key not in _OF_ALL}
-    return cls(**{**same, **kept, **{key: value for key, value in chosen_values.items() if key not in nested}})
+    return kept
 
 
-_OF_ALL = {
+OF_ALL = {
     *("model_type", "transformers_version", "architectures", "_name_or_path", "torch_dtype", "dtype", "id2label"),
     *("output_attentions", "output_hidden_states", "return_dict", "chunk_size_feed_forward", "label2id"),
     *("is_encoder_decoder", "problem_type", "per_layer_config"),
@@ -240,7 +265,7 @@ _OF_ALL = {
 """What every configuration has."""
 
 
-def _number(key: str) -> int | None:
+def number_of(key: str) -> int | None:
     return next((number for pattern, number in _SMALL if re.fullmatch(pattern, key)), None)
 
 

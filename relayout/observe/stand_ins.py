@@ -145,8 +145,11 @@ def stand_in_devices() -> None:
     if experts := getattr(_module(f"{_LAYERS}.fused_moe.config"), "FusedMoEConfig", None):
         # The last of its checks is of the processor.
         experts.__post_init__ = _tried(experts.__post_init__, lambda config: None, NotImplementedError)
-    if attention := getattr(_module("vllm.v1.attention.backends.cpu_attn"), "CPUAttentionBackendImpl", None):
+    cpu_attention = _module("vllm.v1.attention.backends.cpu_attn")
+    if attention := getattr(cpu_attention, "CPUAttentionBackendImpl", None):
         attention.__init__ = _with_known(attention.__init__)
+    if backend := getattr(cpu_attention, "CPUAttentionBackend", None):
+        backend.supports_alibi_sqrt = classmethod(lambda cls: True)  # Step 1 wants it.
 
 
 def stand_in_classes(package: str) -> None:

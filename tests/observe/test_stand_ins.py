@@ -11,6 +11,7 @@ import torch
 from relayout.observe.stand_ins import (
     of_whole_groups,
     stand_in_classes,
+    stand_in_inputs,
     stand_in_quantization,
     to_device_unless_meta,
     without_tokenizer,
@@ -92,6 +93,25 @@ def test_a_package_that_chose_classes_for_a_cpu_has_those_for_gpus(monkeypatch: 
         "Model": "for GPUs", "Draft": "a draft", "Other": "for CPUs"
     }  # fmt: skip
     assert found == ["cleared"]
+
+
+class ModelConfig:
+    """vLLM's, of a model whose processor of inputs asks for a tokenizer."""
+
+    is_multimodal_model = True
+
+    def _supports_multimodal_inputs(self) -> bool:
+        raise ValueError("You cannot pass text prompts when `skip_tokenizer_init=True`")
+
+
+def test_a_class_takes_its_inputs_without_the_processor_of_them(monkeypatch: pytest.MonkeyPatch) -> None:
+    module = ModuleType("vllm.config.model")
+    monkeypatch.setattr(module, "ModelConfig", ModelConfig, raising=False)
+    for name in ("vllm", "vllm.config", module.__name__):
+        monkeypatch.setitem(sys.modules, name, module)
+    monkeypatch.setattr(ModelConfig, "_supports_multimodal_inputs", ModelConfig._supports_multimodal_inputs)
+    stand_in_inputs()
+    assert ModelConfig()._supports_multimodal_inputs()
 
 
 @pytest.mark.parametrize(("model_type", "taken"), [("deepseek_v41", "own"), ("deepseek_v4", "older"), (None, "older")])

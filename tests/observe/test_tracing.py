@@ -189,6 +189,13 @@ def _box_of_element(shape: tuple[int, ...], place: int) -> Box:
     return tuple(((index, 1),) for index in along)
 
 
+def test_a_mean_needs_all_elements_that_it_is_of() -> None:
+    model, recorder, [a, b] = recorder_of((8, 6), (8, 6))
+    model.weight.data[:2].copy_((a - a.mean())[:2])
+    model.weight.data[2:4].copy_(b[2:4] - b[2:4].mean())
+    assert (recorder.loaded("a"), recorder.loaded("b")) == (WHOLE, Slice.along(0, ((2, 2),)))
+
+
 def test_tensors_that_are_joined_are_told_apart_and_a_rank_may_want_to_see_one_of_which_it_takes_nothing() -> None:
     model, recorder, [first, other, last] = recorder_of((4, 6), (9, 6), (3, 6))
     with torch.no_grad():

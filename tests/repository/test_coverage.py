@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import io
 import json
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 from zipfile import ZipFile
 
@@ -12,7 +12,6 @@ import pytest
 import torch
 from engines import coverage, registries
 from engines.observing import class_made
-
 
 ROOT = Path(__file__).parents[2]
 SHARE = 0.95
@@ -86,14 +85,21 @@ _PREVIOUSLY_SUPPORTED_MODELS = {"C": "0.1"}
         sglang__srt__models__one="class A: pass\nclass B(A): pass\nEntryClass = [A]\nEntryClass.append(B)\n",
         sglang__srt__models__two="class D: pass\nEntryClass = D\n",
         sglang__srt__configs__one='class DConfig:\n    model_type = "d_two"\n',
-        transformers__models__auto__modeling_auto='NAMES = [("a_type", "AForCausalLM"), ("b_type", ("BModel", "BForX"))]',
+        transformers__models__auto__modeling_auto='X = [("a_type", "AForCausalLM"), ("b_type", ("BModel", "BForX"))]',
     )
     assert registries.of_vllm(wheel) == {"A": ("text_generation", "a"), "B": ("speculative_decoding", "b")}
     assert registries.of_sglang(wheel) == {"A": ("", "one"), "B": ("", "one"), "D": ("", "two")}
     assert registries.types_of_engine(wheel) == {"d": {"d_two"}}
-    assert registries.types_of_transformers(wheel) == {"AForCausalLM": {"a_type"}, "BModel": {"b_type"}, "BForX": {"b_type"}}
-    generating = [name for name in ("XForCausalLM", "XForCausalLMNextN", "XDraftModel", "TransformersForCausalLM")
-                  if registries.is_generating(name, "")]
+    assert registries.types_of_transformers(wheel) == {
+        "AForCausalLM": {"a_type"},
+        "BModel": {"b_type"},
+        "BForX": {"b_type"},
+    }
+    generating = [
+        name
+        for name in ("XForCausalLM", "XForCausalLMNextN", "XDraftModel", "TransformersForCausalLM")
+        if registries.is_generating(name, "")
+    ]
     assert generating == ["XForCausalLM"]
 
 
@@ -159,10 +165,9 @@ class ToyLoads:
 
 
 @pytest.fixture(autouse=True)
-def own_code(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+def own_code(monkeypatch: pytest.MonkeyPatch) -> None:
     """The file of the classes above is that of an engine's models."""
     monkeypatch.setattr(class_made, "_file_of", lambda cls: __file__ if cls is Engine else "")
-    yield
 
 
 def test_a_class_without_a_checkpoint_gets_one_that_its_loader_loads_completely() -> None:

@@ -32,7 +32,9 @@ TRANSFORMERS = "5.23.0"
 _OF_VLLM = "vllm/model_executor/models/registry.py"
 _OF_SGLANG = "sglang/srt/models/"
 _CONFIGS = ("vllm/transformers_utils/configs/", "sglang/srt/configs/")
-_AUTO = tuple(f"transformers/models/auto/{name}.py" for name in ("auto_mappings", "configuration_auto", "modeling_auto"))
+_AUTO = tuple(
+    f"transformers/models/auto/{name}.py" for name in ("auto_mappings", "configuration_auto", "modeling_auto")
+)
 
 _GENERATING = ("text_generation", "multimodal", "transformers_supported")
 """Sections of vLLM's registry with models that generate text."""
@@ -57,6 +59,7 @@ _TYPES: Mapping[str, tuple[str, ...]] = {
     "MiniMaxM3SparseForCausalLM": ("minimax_m3",),
     "MiniMaxM3SparseForConditionalGeneration": ("minimax_m3_vl",),
     "MistralLarge3ForCausalLM": ("mistral_large_3",),
+    "Qwen2_5OmniModel": ("qwen2_5_omni",),
     "Step3p5ForCausalLM": ("step3p5",),
     "Step3p7ForConditionalGeneration": ("step3p7",),
 }
@@ -77,7 +80,13 @@ def of_vllm(wheel: ZipFile) -> dict[str, tuple[str, str]]:
     """Return section and module of each architecture that a release of vLLM registers."""
     found = {}
     for node in ast.parse(wheel.read(_OF_VLLM)).body:
-        target = node.target if isinstance(node, ast.AnnAssign) else node.targets[0] if isinstance(node, ast.Assign) else None
+        target = (
+            node.target
+            if isinstance(node, ast.AnnAssign)
+            else node.targets[0]
+            if isinstance(node, ast.Assign)
+            else None
+        )
         if not isinstance(target, ast.Name) or not isinstance(node.value, ast.Dict):  # type: ignore[union-attr]
             continue
         section = re.fullmatch(r"_([A-Z_]+)_MODELS", target.id)
@@ -95,7 +104,7 @@ def of_sglang(wheel: ZipFile) -> dict[str, tuple[str, str]]:
     for name in wheel.namelist():
         if name.startswith(_OF_SGLANG) and name.endswith(".py"):
             module = name.removeprefix(_OF_SGLANG).removesuffix(".py")
-            found.update({cls: ("", module) for cls in _entry_classes(ast.parse(wheel.read(name)))})
+            found.update(dict.fromkeys(_entry_classes(ast.parse(wheel.read(name))), ("", module)))
     return found
 
 
@@ -113,6 +122,7 @@ def _entry_classes(tree: ast.Module) -> Iterator[str]:
 
 def types_of_transformers(wheel: ZipFile) -> dict[str, set[str]]:
     """Return the types of models of each architecture in the mappings of transformers."""
+
     def is_class(name: Any) -> bool:
         return isinstance(name, str) and re.search(r"For[A-Z]|Model\b", name) is not None
 
@@ -144,7 +154,9 @@ def types_of_engine(wheel: ZipFile) -> dict[str, set[str]]:
 
 def _model_type(cls: ast.ClassDef) -> Iterator[str]:
     for node in cls.body:
-        targets = node.targets if isinstance(node, ast.Assign) else [node.target] if isinstance(node, ast.AnnAssign) else []
+        targets = (
+            node.targets if isinstance(node, ast.Assign) else [node.target] if isinstance(node, ast.AnnAssign) else []
+        )
         if any(isinstance(target, ast.Name) and target.id == "model_type" for target in targets):
             value = node.value  # type: ignore[union-attr]
             if isinstance(value, ast.Constant) and isinstance(value.value, str) and value.value:

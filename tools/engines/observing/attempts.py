@@ -134,7 +134,8 @@ def attempt(engine: str, name: str, types: tuple[str, ...], folder: Path, report
         for file in folder.iterdir():
             file.unlink()
     result = _observed({"by": "class", "step": "make"}, engine, folder, report, _write_by_class(engine, name, types))
-    return result if result["step"] == "done" or not first else first
+    steps = ("make", "build", "name", "observe", "done")
+    return max((result, first), key=lambda one: steps.index(one.get("step", "make")))
 
 
 def _write_by_transformers(name: str) -> Any:
@@ -149,7 +150,7 @@ def _write_by_class(engine: str, name: str, types: tuple[str, ...]) -> Any:
     def write(folder: Path, result: Result, report: Report) -> None:
         result["model_type"] = class_configs.write(name, folder, types)
         for _ in range(_MAX_SUPPLIED):
-            built = in_a_fork(partial(_make, engine, folder), _BUILD_TIMEOUT_S)
+            built = in_a_fork(partial(_make, engine, name, folder), _BUILD_TIMEOUT_S)
             result["step"] = built.get("step", "build")
             report(result)
             if "error" not in built:
@@ -161,7 +162,7 @@ def _write_by_class(engine: str, name: str, types: tuple[str, ...]) -> Any:
     return write
 
 
-def _make(engine: str, folder: Path, report: Report) -> Result:
+def _make(engine: str, name: str, folder: Path, report: Report) -> Result:
     """Build the class and write what it loads."""
     step = "build"
     try:
@@ -170,7 +171,7 @@ def _make(engine: str, folder: Path, report: Report) -> Result:
         loads.build()
         step = "name"
         report({"step": step})
-        return {"tensors": class_made.write(folder, loads), "step": step}
+        return {"tensors": class_made.write(folder, loads, class_configs.names_of(name)), "step": step}
     except Exception as error:
         return {"error": f"{type(error).__name__}: {error}{_where(error)}"[:900], "step": step}
 
@@ -218,9 +219,7 @@ def _observed(result: Result, engine: str, folder: Path, report: Report, write: 
     return result
 
 
-def _observe(
-    engine: str, folder: Path, degrees: tuple[int, ...] = DEGREES
-) -> tuple[SourceCheckpoint, dict[int, Any]]:
+def _observe(engine: str, folder: Path, degrees: tuple[int, ...] = DEGREES) -> tuple[SourceCheckpoint, dict[int, Any]]:
     module: Any = import_module(f"relayout.observe.{engine}")
 
     def run(jobs: Any) -> list[Any]:

@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from engines.observing import small_models
+from engines.observing.architectures import ARCHITECTURES
 from engines.observing.multimodal_architectures import MULTIMODAL
 from engines.observing.small_sizes import EXPERTS, HEAD_DIM, HEADS, INNER, KV_HEADS, LAYERS, VOCABULARY, H
 
@@ -33,6 +34,10 @@ class Small:
     """JSON files beside config.json."""
     like: str = ""
     """The type whose class has such values, where no package has a class for the type itself."""
+    names: tuple[tuple[str, str], ...] = ()
+    """Words of names of the hub, and of the engine's parameters, where the engine's code computes one from the other."""
+    is_explicit: bool = False
+    """True if config.json has the keys of `config` and those of a small Llama, and none of a class."""
 
 
 LLAMA: dict[str, Any] = {
@@ -41,13 +46,18 @@ LLAMA: dict[str, Any] = {
     **{"max_position_embeddings": 512, "rms_norm_eps": 1e-5, "tie_word_embeddings": False},
     "rope_parameters": {"rope_type": "default", "rope_theta": 10000.0},
 }
+_AUTO_MAP = {"AutoConfig": "configuration_hub.HubConfig"}
 _QWEN2 = {**LLAMA, "model_type": "qwen2", "architectures": ["Qwen2ForCausalLM"]}
 _QWEN3 = {**LLAMA, "model_type": "qwen3", "architectures": ["Qwen3ForCausalLM"]}
 _LLAMA = {**LLAMA, "model_type": "llama", "architectures": ["LlamaForCausalLM"]}
 _MOE: dict[str, Any] = {
     **{"num_experts": EXPERTS, "num_experts_per_tok": 2, "moe_intermediate_size": INNER, "first_k_dense_replace": 1},
     **{"num_shared_experts": 1, "n_group": 1, "topk_group": 1, "norm_topk_prob": True, "routed_scaling_factor": 1.0},
-    **{"moe_shared_expert_intermediate_size": INNER, "score_function": "sigmoid", "moe_router_enable_expert_bias": True},
+    **{
+        "moe_shared_expert_intermediate_size": INNER,
+        "score_function": "sigmoid",
+        "moe_router_enable_expert_bias": True,
+    },
 }
 _LATENT: dict[str, Any] = {
     **{"q_lora_rank": 64, "kv_lora_rank": 64, "qk_nope_head_dim": 32, "qk_rope_head_dim": 16, "v_head_dim": 32},
@@ -59,7 +69,12 @@ _TOWER: dict[str, Any] = {
 }
 _INTERN_VIT: dict[str, Any] = {
     **_TOWER,
-    **{"model_type": "intern_vit_6b", "architectures": ["InternVisionModel"], "qkv_bias": True, "initializer_factor": 1.0},
+    **{
+        "model_type": "intern_vit_6b",
+        "architectures": ["InternVisionModel"],
+        "qkv_bias": True,
+        "initializer_factor": 1.0,
+    },
     **{"qk_normalization": False, "norm_type": "layer_norm", "use_flash_attn": False},
 }
 _INTERNVL: dict[str, Any] = {
@@ -71,19 +86,23 @@ _SIGLIP = {**_TOWER, "model_type": "siglip_vision_model"}
 _QWEN3_MOE = {**LLAMA, "model_type": "qwen3_moe", "architectures": ["Qwen3MoeForCausalLM"], **_MOE}
 _NAVIT: dict[str, Any] = {
     **_TOWER,
-    **{"model_type": "siglip2_navit", "hidden_stride": 2, "window_size": 112, "fullatt_block_indexes": [3]},
+    **{"model_type": "siglip2_navit", "hidden_stride": 2, "window_size": 112, "fullatt_block_indexes": "3"},
     **{"preserve_original_pe": True, "use_rope": True, "num_patches": -1, "temporal_patch_size": 1},
     "attention_dropout": 0.0,
+}
+_AIMV2: dict[str, Any] = {
+    **{"model_type": "aimv2", "hidden_size": H, "num_hidden_layers": LAYERS, "num_attention_heads": HEADS},
+    **{"intermediate_size": INNER, "image_size": 56, "patch_size": 14, "num_channels": 3},
 }
 _QWEN2_VISION: dict[str, Any] = {
     **{"depth": LAYERS, "embed_dim": H, "hidden_size": H, "num_heads": HEADS, "mlp_ratio": 2, "in_channels": 3},
     **{"patch_size": 14, "spatial_merge_size": 2, "temporal_patch_size": 2, "hidden_act": "quick_gelu"},
-    "model_type": "qwen2_vl",
+    "model_type": "qwen2_vl_vision",
 }
 _QWEN2_5_VISION: dict[str, Any] = {
     **{"depth": LAYERS, "hidden_size": H, "out_hidden_size": H, "num_heads": HEADS, "intermediate_size": INNER},
     **{"in_channels": 3, "patch_size": 14, "spatial_merge_size": 2, "temporal_patch_size": 2, "hidden_act": "silu"},
-    **{"window_size": 112, "fullatt_block_indexes": [3], "tokens_per_second": 2, "model_type": "qwen2_5_vl"},
+    **{"window_size": 112, "fullatt_block_indexes": [3], "tokens_per_second": 2, "model_type": "qwen2_5_vl_vision"},
 }
 _WHISPER: dict[str, Any] = {
     **{"model_type": "whisper", "d_model": H, "encoder_layers": LAYERS, "encoder_attention_heads": HEADS},
@@ -101,17 +120,43 @@ def _hub(model_type: str, *parts: Mapping[str, Any], **keys: Any) -> Small:
     config: dict[str, Any] = {}
     for part in (*parts, keys):
         config.update(part)
-    return Small(model_type, config=config)
+    return Small(model_type, config=config, is_explicit=True)
 
 
 _DEEPSEEK_VL: dict[str, Any] = {
-    **LLAMA, **_MOE, "n_routed_experts": EXPERTS, "n_shared_experts": 1, "moe_layer_freq": 1, "use_mla": False,
-    "topk_method": "greedy", "scoring_func": "softmax", "q_lora_rank": None, "kv_lora_rank": None,
-    "v_head_dim": 0, "qk_nope_head_dim": 0, "qk_rope_head_dim": 0, "architectures": ["DeepseekForCausalLM"],
+    **LLAMA,
+    **_MOE,
+    "n_routed_experts": EXPERTS,
+    "n_shared_experts": 1,
+    "moe_layer_freq": 1,
+    "use_mla": False,
+    "topk_method": "greedy",
+    "scoring_func": "softmax",
+    "q_lora_rank": None,
+    "kv_lora_rank": None,
+    "v_head_dim": 0,
+    "qk_nope_head_dim": 0,
+    "qk_rope_head_dim": 0,
+    "architectures": ["DeepseekForCausalLM"],
     "model_type": "deepseek_v2",
 }
-_DEEPSEEK_OCR = {"language_config": _DEEPSEEK_VL, "projector_config": {"input_dim": 2048, "n_embed": H, "projector_type": "linear"}}
+_DEEPSEEK_OCR = {
+    "tile_tag": "2D",
+    "global_view_pos": "head",
+    "language_config": _DEEPSEEK_VL,
+    "projector_config": {"input_dim": 2048, "n_embed": H, "projector_type": "linear"},
+}
 
+_MOONDREAM3 = _hub(
+    "moondream3",
+    config={
+        "text": {
+            **{"dim": H, "ff_dim": INNER, "n_layers": LAYERS, "vocab_size": VOCABULARY, "n_heads": HEADS, "n_kv_heads": HEADS},
+            "moe": {"start_layer": 1, "n_experts": EXPERTS, "n_experts_per_tok": 2, "expert_inner_dim": INNER},
+        },
+        "vision": {"enc_dim": H, "enc_n_layers": LAYERS, "enc_ff_dim": INNER, "enc_n_heads": HEADS, "proj_inner_dim": INNER},
+    },
+)
 _OMNI = MULTIMODAL["NemotronH_Omni_Reasoning_V3"]
 _RADIO: dict[str, dict[str, Any]] = {"values": dict(_OMNI.values), "config": dict(_OMNI.config)}
 
@@ -119,12 +164,14 @@ CONFIGS: dict[str, Small] = {
     "DoryForCausalLM": Small("dory", {"n_recurrent_layers": LAYERS}),
     "DeepseekOCRForCausalLM": Small("deepseek_vl_v2", {"text_config": None}, _DEEPSEEK_OCR),
     "DeepseekOCR2ForCausalLM": Small(
-        "deepseek_vl_v2", {"text_config": None},
+        "deepseek_vl_v2",
+        {"text_config": None},
         {**_DEEPSEEK_OCR, "projector_config": {"input_dim": 896, "n_embed": H, "projector_type": "linear"}},
     ),
     "DeepseekVLV2ForCausalLM": Small(
-        "deepseek_vl_v2", {"text_config": None},
-        {"language_config": _DEEPSEEK_VL, "projector_config": {"n_embed": H}},
+        "deepseek_vl_v2",
+        {"text_config": None},
+        {"tile_tag": "2D", "language_config": _DEEPSEEK_VL, "projector_config": {"n_embed": H}},
     ),
     "UnlimitedOCRForCausalLM": Small("unlimited-ocr", {"text_config": None}, _DEEPSEEK_OCR),
     "Step3VLForConditionalGeneration": Small(
@@ -134,7 +181,11 @@ CONFIGS: dict[str, Small] = {
     "BailingMoeV3VLForConditionalGeneration": Small(
         "bailing_moe_v3_vl", {"text_config": {"layer_group_size": LAYERS, "layer_types": None, "no_kda_lora": True}}
     ),
-    "InternS1ProForConditionalGeneration": Small("interns1_pro", like="qwen3_vl_moe"),
+    "InternS1ProForConditionalGeneration": Small(
+        "interns1_pro",
+        {"text_config": {"rope_parameters": {"fope_init_factor": 0.1, "fope_sep_head": True, "num_inv_freq": 16}}},
+        like="qwen3_vl_moe",
+    ),
     "InternS2PreviewForConditionalGeneration": Small("intern_s2_preview", like="qwen3_5_moe"),
     "InternS2MobiusForConditionalGeneration": Small(
         "interns2_mobius", {"text_config": {"num_blocks": 2}}, like="qwen3_5_moe"
@@ -144,22 +195,38 @@ CONFIGS: dict[str, Small] = {
     "Ovis2_6ForCausalLM": _hub("ovis2_6", vit_config=_NAVIT, text_config=_QWEN3, visual_vocab_size=512),
     "Ovis2_6_MoeForCausalLM": _hub("ovis2_6_moe", vit_config=_NAVIT, text_config=_QWEN3_MOE, visual_vocab_size=512),
     "Phi4ForCausalLMV": _hub(
-        "phi4-siglip", mm_hidden_size=H, vision_config={**_TOWER, "num_patches": 16, "model_type": "siglip2_vision_model"}
+        "phi4-siglip",
+        mm_hidden_size=H,
+        vision_config={**_TOWER, "num_patches": 16, "model_type": "siglip2_vision_model"},
     ),
     "Qwen3ASRRealtimeGeneration": Small("qwen3_asr"),
     "FunASRForConditionalGeneration": _hub(
-        "funasr", hidden_size=1024,
-        audio_encoder_conf={"output_size": 512, "attention_heads": 4, "linear_units": 512, "num_blocks": 4, "tp_blocks": 2},
+        "funasr",
+        hidden_size=1024,
+        audio_encoder_conf={
+            "output_size": 512,
+            "attention_heads": 4,
+            "linear_units": 512,
+            "num_blocks": 4,
+            "tp_blocks": 2,
+        },
     ),
     "FireRedASR2ForConditionalGeneration": _hub(
-        "fireredasr2", encoder_downsample_rate=2,
+        "fireredasr2",
+        encoder_downsample_rate=2,
         audio_encoder_conf={"idim": 80, "n_layers": 4, "n_head": 8, "d_model": H, "kernel_size": 33, "pe_maxlen": 512},
     ),
     "MoonshotKimiaForCausalLM": _hub("kimi_audio"),
-    "HfMoondream": Small("moondream3"),
+    **dict.fromkeys(("HfMoondream", "Moondream3ForCausalLM"), _MOONDREAM3),
     "MolmoForCausalLM": _hub(
-        "molmo", embedding_size=VOCABULARY, attention_layer_norm=False, layer_norm_type="rms", norm_after=False,
-        qkv_bias=True, weight_tying=False, layer_norm_eps=1e-5,
+        "molmo",
+        embedding_size=VOCABULARY,
+        attention_layer_norm=False,
+        layer_norm_type="rms",
+        norm_after=False,
+        qkv_bias=True,
+        weight_tying=False,
+        layer_norm_eps=1e-5,
     ),
     "MossAudioModel": _hub("moss_audio", audio_config=_WHISPER, language_config=_QWEN3),
     **{
@@ -168,6 +235,7 @@ CONFIGS: dict[str, Small] = {
             _RADIO["values"] | {"text_config": {"architectures": ["NemotronHForCausalLM"]}},
             _RADIO["config"],
             like="nemotron_h_omni",
+            names=(("radio_model.model.blocks.", "model.encoder.layers."), ("radio_model.model.", "model.")),
         )
         for name in (
             *("NemotronH_Nano_Omni_Reasoning_V3", "NemotronH_Super_Omni_Reasoning_V3", "NemotronH_Nano_VL_V2"),
@@ -175,27 +243,47 @@ CONFIGS: dict[str, Small] = {
     },
     "NemotronHPuzzleForCausalLM": Small("nemotron_h_puzzle", {"hybrid_override_pattern": "M*-E"}, like="nemotron_h"),
     "Phi4MMForCausalLM": _hub(
-        "phi4mm", img_processor=None,
+        "phi4mm",
+        img_processor=None,
         embd_layer={
-            "embedding_cls": "image_audio", "image_embd_layer": {"embedding_cls": "tune_image", "hd_transform_order": "sub_glb"},
+            "embedding_cls": "image_audio",
+            "image_embd_layer": {"embedding_cls": "tune_image", "hd_transform_order": "sub_glb"},
             "audio_embd_layer": {"embedding_cls": "audio", "compression_rate": 8, "projection_cls": "mlp"},
         },
     ),
     "BaichuanForCausalLM": _hub("baichuan"),
     "BailingMoEForCausalLM": _hub("bailing_moe", _MOE),
-    "DeepseekVL2ForCausalLM": Small("deepseek_vl_v2", {}, {"language_config": _DEEPSEEK_VL, "projector_config": {"n_embed": H}}),
+    "DeepseekVL2ForCausalLM": Small(
+        "deepseek_vl_v2", {}, {"tile_tag": "2D", "language_config": _DEEPSEEK_VL, "projector_config": {"n_embed": H}}
+    ),
     "Ernie4_5_ForCausalLM": Small("ernie4_5"),
-    "Grok1ForCausalLM": _hub("grok-1", _MOE, num_local_experts=EXPERTS, embedding_multiplier_scale=1.0, output_multiplier_scale=1.0),
-    "Grok1ModelForCausalLM": _hub("grok-1", _MOE, num_local_experts=EXPERTS, embedding_multiplier_scale=1.0, output_multiplier_scale=1.0),
+    "Grok1ForCausalLM": _hub(
+        "grok-1", _MOE, num_local_experts=EXPERTS, embedding_multiplier_scale=1.0, output_multiplier_scale=1.0
+    ),
+    "Grok1ModelForCausalLM": _hub(
+        "grok-1", _MOE, num_local_experts=EXPERTS, embedding_multiplier_scale=1.0, output_multiplier_scale=1.0
+    ),
     "KimiK3LinearForCausalLM": Small("kimi_linear"),
     "LLaDA2MoeModelLM": _hub("llada2_moe", _MOE, partial_rotary_factor=0.5, rotary_dim=16, block_size=32),
     "MiniCPMSALAForCausalLM": Small("minicpm_sala"),
     "MultiModalityCausalLM": Small("multi_modality"),
     "Phi3SmallForCausalLM": _hub(
-        "phi3small", layer_norm_epsilon=1e-5, gegelu_limit=20.0, mup_use_scaling=True, mup_width_multiplier=8.0,
-        mup_embedding_multiplier=10.0, mup_attn_multiplier=1.0, dense_attention_every_n_layers=1, dummy_token_indices=[3],
-        rope_embedding_base=1e4, rope_position_scale=1.0, hidden_act="gegelu", blocksparse_block_size=64,
-        blocksparse_homo_head_pattern=False, blocksparse_num_local_blocks=16, blocksparse_vert_stride=8,
+        "phi3small",
+        layer_norm_epsilon=1e-5,
+        gegelu_limit=20.0,
+        mup_use_scaling=True,
+        mup_width_multiplier=8.0,
+        mup_embedding_multiplier=10.0,
+        mup_attn_multiplier=1.0,
+        dense_attention_every_n_layers=1,
+        dummy_token_indices=[3],
+        rope_embedding_base=1e4,
+        rope_position_scale=1.0,
+        hidden_act="gegelu",
+        blocksparse_block_size=64,
+        blocksparse_homo_head_pattern=False,
+        blocksparse_num_local_blocks=16,
+        blocksparse_vert_stride=8,
         blocksparse_triton_kernel_block_size=64,
     ),
     "QWenLMHeadModel": _hub("qwen", layer_norm_epsilon=1e-5, kv_channels=HEAD_DIM, no_bias=True),
@@ -207,8 +295,72 @@ CONFIGS: dict[str, Small] = {
     "TorchNativePhi3ForCausalLM": Small("phi3"),
     "XverseForCausalLM": _hub("xverse", pad_token_id=1),
     "XverseMoeForCausalLM": _hub("xverse", num_experts=EXPERTS, moe_top_k=2, num_shared_experts=1, pad_token_id=1),
+    "DotsOCRForCausalLM": _hub(
+        "dots_ocr",
+        vision_config={
+            **{"model_type": "dots_vit", "embed_dim": H, "hidden_size": H, "intermediate_size": INNER, "num_channels": 3},
+            **{"num_hidden_layers": LAYERS, "num_attention_heads": HEADS, "patch_size": 14, "spatial_merge_size": 2},
+            **{"temporal_patch_size": 1, "rms_norm_eps": 1e-5, "use_bias": False, "post_norm": True, "is_causal": False},
+        },
+    ),
+    "PixtralForConditionalGeneration": _hub(
+        "pixtral",
+        auto_map=_AUTO_MAP,  # transformers has a vision part of this name.
+        text_config={**_LLAMA, "model_type": "mistral", "architectures": ["MistralForCausalLM"]},
+        vision_config={
+            **{"hidden_size": H, "num_channels": 3, "image_size": 56, "patch_size": 14, "intermediate_size": INNER},
+            **{"num_hidden_layers": LAYERS, "num_attention_heads": HEADS, "rope_theta": 1e4, "image_token_id": 3},
+        },
+    ),
+    "DbrxForCausalLM": _hub(
+        "dbrx",
+        d_model=H,
+        n_heads=HEADS,
+        n_layers=LAYERS,
+        max_seq_len=512,
+        attn_config={"kv_n_heads": KV_HEADS, "clip_qkv": 8.0, "rope_theta": 1e4},
+        ffn_config={"ffn_hidden_size": INNER, "moe_num_experts": EXPERTS, "moe_top_k": 2},
+    ),
+    "MistralLarge3ForCausalLM": _hub(
+        "mistral_large_3", _MOE, _LATENT, n_routed_experts=EXPERTS, n_shared_experts=1, moe_layer_freq=1,
+        topk_method="noaux_tc", scoring_func="sigmoid",
+    ),
+    "Step5ForCausalLM": Small("step5", config={"sparse_config": {"enabled": True}}),
+    "Step5ForConditionalGeneration": Small(
+        "step5_vl",
+        {
+            "text_config": {"sparse_config": {"enabled": True}, "architectures": ["Step5ForCausalLM"]},
+            "vision_config": {"hidden_act": "gelu"},
+        },
+    ),
+    "GLM4VForCausalLM": Small(
+        "chatglm",
+        config={
+            "vision_config": {
+                **{"dropout_prob": 0.0, "hidden_act": "gelu", "hidden_size": H, "image_size": 56, "in_channels": 3},
+                **{"intermediate_size": INNER, "layer_norm_eps": 1e-6, "num_heads": HEADS, "num_positions": 17},
+                **{"num_hidden_layers": LAYERS, "patch_size": 14, "scaling_factor": 8},
+            }
+        },
+    ),
+    "DeepseekV4ForConditionalGeneration": Small(
+        "deepseek_v4_vl", dict(ARCHITECTURES["DeepseekV4ForCausalLM"].values), like="deepseek_v4"
+    ),
+    "FunAudioChatForConditionalGeneration": Small("funaudiochat", {"audio_config": {"pad_token_id": 0}}),
+    "UltravoxModel": _hub("ultravox", audio_config=_WHISPER, text_config=_LLAMA),
+    "Ovis": _hub(
+        "ovis",
+        llm_config=_QWEN2,
+        visual_tokenizer_config={
+            **{"model_type": "aimv2_visual_tokenizer", "vocab_size": 512, "hidden_stride": 2, "backbone_config": _AIMV2},
+        },
+    ),
     "AliceAIForCausalLM": _hub(
-        "alice_ai", _MOE, _LINEAR, _LINEAR_LAYERS, shared_expert_intermediate_size=INNER, decoder_sparse_step=1
+        "alice_ai", _MOE, _LINEAR, _LINEAR_LAYERS, shared_expert_intermediate_size=INNER, decoder_sparse_step=1,
+        kda_allow_negative_eigenvalues=False,
+        router_score_function="sigmoid",
+        router_bias_correction=True,
+        block_attn_res_block_size=2,
     ),
     "BailingMoeForCausalLM": _hub("bailing_moe", _MOE),
     "BailingMoeV2ForCausalLM": _hub("bailing_moe_v2", _MOE, use_qk_norm=True),
@@ -216,7 +368,12 @@ CONFIGS: dict[str, Small] = {
         "bailing_moe_linear", _MOE, _LATENT, layer_group_size=LAYERS, group_norm_size=HEADS
     ),
     "BailingMoeV3ForCausalLM": _hub(
-        "bailing_moe_v3", _MOE, _LATENT, layer_group_size=LAYERS, short_conv_kernel_size=4, rope_theta=1e4,
+        "bailing_moe_v3",
+        _MOE,
+        _LATENT,
+        layer_group_size=LAYERS,
+        short_conv_kernel_size=4,
+        rope_theta=1e4,
         no_kda_lora=True,
     ),
     "BeeForConditionalGeneration": _hub("bee", vision_config=_SIGLIP, text_config=_QWEN3),
@@ -231,12 +388,20 @@ CONFIGS: dict[str, Small] = {
         * LAYERS,
     ),
     "DeepseekForCausalLM": _hub(
-        "deepseek", n_routed_experts=EXPERTS, n_shared_experts=1, num_experts_per_tok=2, moe_intermediate_size=INNER,
-        first_k_dense_replace=1, moe_layer_freq=1, norm_topk_prob=False,
+        "deepseek",
+        n_routed_experts=EXPERTS,
+        n_shared_experts=1,
+        num_experts_per_tok=2,
+        moe_intermediate_size=INNER,
+        first_k_dense_replace=1,
+        moe_layer_freq=1,
+        norm_topk_prob=False,
     ),
     "DomynEdgeForCausalLM": _hub(
-        "domyn_edge", position_layers=["rope"] * LAYERS, window_sizes=[[64, 0]] * LAYERS,
-        per_layer_config=[{"head_dim": HEAD_DIM}] * LAYERS,
+        "domyn_edge",
+        position_layers=["rope"] * LAYERS,
+        window_sizes=[[64, 0]] * LAYERS,
+        per_layer_config={str(layer): {"head_dim": HEAD_DIM} for layer in range(LAYERS)},
     ),
     "Eagle2_5_VLForConditionalGeneration": _hub("eagle_2_5_vl", _INTERNVL, vision_config=_SIGLIP),
     "ExaoneForCausalLM": _hub("exaone", activation_function="silu", layer_norm_epsilon=1e-5, num_layers=LAYERS),
@@ -244,18 +409,49 @@ CONFIGS: dict[str, Small] = {
     "HCXVisionV2ForCausalLM": _hub("vlm", vision_config=_QWEN2_5_VISION, text_config=_LLAMA),
     "IQuestLoopCoderForCausalLM": _hub("iquestloopcoder", loop_num=2, loop_window_size=64),
     "InternLM2ForCausalLM": _hub("internlm2", bias=False),
-    "InternS1ForConditionalGeneration": Small("interns1"),
+    "InternS1ForConditionalGeneration": _hub(
+        "interns1",
+        _INTERNVL,
+        projector_hidden_act="gelu",
+        vision_config={
+            **_INTERN_VIT,
+            "image_size": [56, 56],
+            "patch_size": [14, 14],
+            "attention_bias": True,
+            "use_qk_norm": False,
+            "use_absolute_position_embeddings": True,
+            "use_mask_token": False,
+            "model_type": "interns1_vision",
+        },
+    ),
     "InternVLChatModel": _hub("internvl_chat", _INTERNVL),
     "K2HorizonForCausalLM": _hub(
-        "k2_horizon", _MOE, decoder_sparse_step=1, mlp_only_layers=[0], mova_num_experts=4, mova_num_experts_per_tok=2,
-        layernorm_num_groups=4, router_scaling_factor=1.0, router_score_func="sigmoid", rope_head_dim=16,
+        "k2_horizon",
+        _MOE,
+        decoder_sparse_step=1,
+        mlp_only_layers=[0],
+        mova_num_experts=4,
+        mova_num_experts_per_tok=2,
+        layernorm_num_groups=4,
+        router_scaling_factor=1.0,
+        router_score_func="sigmoid",
+        rope_head_dim=16,
         attention_gate_func="sigmoid",
     ),
     "KananaVForConditionalGeneration": _hub(
-        "kanana-1.5-v", vision_config=_QWEN2_VISION, text_config=_LLAMA,
+        "kanana-1.5-v",
+        vision_config=_QWEN2_VISION,
+        text_config=_LLAMA,
         projector_config={
-            "encoder_hidden_size": H, "hidden_size": H, "output_hidden_size": H, "depth": 2, "mlp_depth": 2,
-            "merge_size": 2, "pos_emb": True, "pos_emb_size": 16, "num_query_tokens": -1,
+            "encoder_hidden_size": H,
+            "hidden_size": H,
+            "output_hidden_size": H,
+            "depth": 2,
+            "mlp_depth": 2,
+            "merge_size": 2,
+            "pos_emb": True,
+            "pos_emb_size": 16,
+            "num_query_tokens": -1,
         },
     ),
     "KeyeForConditionalGeneration": _hub("Keye", vision_config={**_TOWER, "spatial_merge_size": 2}),
@@ -265,8 +461,13 @@ CONFIGS: dict[str, Small] = {
         "llava_onevision2", vision_config={**_TOWER, "spatial_merge_size": 2}, text_config=_QWEN3
     ),
     "MiniCPMO": _hub(
-        "minicpmo", vision_config={**_TOWER, "model_type": "siglip_vision_model"}, audio_config=_WHISPER, version=2.6,
-        query_num=16, audio_pool_step=2, audio_chunk_length=1.0,
+        "minicpmo",
+        vision_config={**_TOWER, "model_type": "siglip_vision_model"},
+        audio_config=_WHISPER,
+        version=2.6,
+        query_num=16,
+        audio_pool_step=2,
+        audio_chunk_length=1.0,
     ),
     "MiniCPMV": _hub(
         "minicpmv", vision_config={**_TOWER, "model_type": "siglip_vision_model"}, version=2.6, query_num=16
@@ -278,16 +479,26 @@ CONFIGS: dict[str, Small] = {
     "OpenPanguVLForConditionalGeneration": _hub("openpangu_vl", vision_config=_QWEN2_5_VISION),
     "PanguEmbeddedForCausalLM": _hub("PanguEmbedded", bias=True),
     "PanguProMoEV2ForCausalLM": _hub(
-        "PanguProMoE", _MOE, n_routed_experts=EXPERTS, n_shared_experts=1, qk_nope_dim=32, qk_rope_dim=16,
-        v_channels=32, param_sink_number=4, router_enable_expert_bias=True,
+        "PanguProMoE",
+        _MOE,
+        n_routed_experts=EXPERTS,
+        n_shared_experts=1,
+        qk_nope_dim=32,
+        qk_rope_dim=16,
+        v_channels=32,
+        param_sink_number=4,
+        router_enable_expert_bias=True,
     ),
     "PanguUltraMoEForCausalLM": _hub(
         "pangu_ultra_moe", _MOE, _LATENT, n_routed_experts=EXPERTS, n_shared_experts=1, sandwich_norm=True
     ),
     "Param2MoEForCausalLM": _hub("param2moe", _MOE, rope_theta=1e4, rope_scaling=None),
     "Plamo3ForCausalLM": _hub(
-        "plamo3", layer_types=["sliding_attention", *["full_attention"] * (LAYERS - 1)], sliding_window=64,
-        interleaved_sliding_window=[64, None, None, None], rope_local_theta=1e4,
+        "plamo3",
+        layer_types=["sliding_attention", *["full_attention"] * (LAYERS - 1)],
+        sliding_window=64,
+        interleaved_sliding_window=[64, None, None, None],
+        rope_local_theta=1e4,
     ),
     "SarvamMLAForCausalLM": _hub("sarvam_mla", _MOE, _LATENT),
     "SarvamMoEForCausalLM": _hub("sarvam_moe", _MOE),
@@ -296,14 +507,31 @@ CONFIGS: dict[str, Small] = {
     "StepVLForConditionalGeneration": _hub(
         "step_robotics",
         vision_config={
-            "width": H, "layers": LAYERS, "heads": HEADS, "image_size": 56, "patch_size": 14, "mlp_ratio": 2.0,
-            "output_dim": None, "use_ln_pre": True, "use_ln_post": False, "use_abs_posemb": True, "use_rope2d": True,
-            "use_cls_token": False, "ls_init_value": 0.1, "hidden_act": "gelu",
+            "width": H,
+            "layers": LAYERS,
+            "heads": HEADS,
+            "image_size": 56,
+            "patch_size": 14,
+            "mlp_ratio": 2.0,
+            "output_dim": None,
+            "use_ln_pre": True,
+            "use_ln_post": False,
+            "use_abs_posemb": True,
+            "use_rope2d": True,
+            "use_cls_token": False,
+            "ls_init_value": 0.1,
+            "hidden_act": "gelu",
         },
-        text_config=_QWEN3, projector_bias=False, understand_projector_stride=2,
+        text_config=_QWEN3,
+        projector_bias=False,
+        understand_projector_stride=2,
     ),
     "TeleChat2ForCausalLM": _hub(
-        "telechat", n_head=HEADS, n_layer=LAYERS, num_key_value_heads=KV_HEADS, layer_norm_epsilon=1e-5,
+        "telechat",
+        n_head=HEADS,
+        n_layer=LAYERS,
+        num_key_value_heads=KV_HEADS,
+        layer_norm_epsilon=1e-5,
         ffn_hidden_size=INNER,
     ),
 }
@@ -348,18 +576,24 @@ def write(architecture: str, folder: Path, model_types: tuple[str, ...] = ()) ->
     if not model_type:
         raise LookupError(f"no package has a configuration for {architecture}")
     small = small or Small()
-    if model_type in known:
+    if model_type in known and not small.is_explicit:
         config = {**_small_of(known[model_type](), small.values), "model_type": model_type}
     else:
         config = _small_of(known[small.like](), small.values) if small.like else LLAMA
         config = {**config, "model_type": model_type}
-        config["auto_map"] = {"AutoConfig": "configuration_hub.HubConfig"}
+    if model_type not in known or "auto_map" in small.config:
+        config["auto_map"] = _AUTO_MAP
         (folder / "configuration_hub.py").write_text(small_models.CODE.format(model_type))
     config = small_models.merged({**config, "architectures": [architecture], "dtype": "bfloat16"}, small.config)
     (folder / "config.json").write_text(json.dumps(config, default=str))
     for name, content in small.files.items():
         (folder / name).write_text(json.dumps(content))
     return model_type
+
+
+def names_of(architecture: str) -> tuple[tuple[str, str], ...]:
+    """Return words of names of the hub, and of the engine's parameters."""
+    return CONFIGS[architecture].names if architecture in CONFIGS else ()
 
 
 def _small_of(default: Any, values: Mapping[str, Any]) -> dict[str, Any]:

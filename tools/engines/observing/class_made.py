@@ -1,4 +1,4 @@
-"""Runs beside an engine: makes the headers of a checkpoint from an engine's own class, for which no other package has one.
+"""Runs beside an engine: makes the headers of a checkpoint from an engine's own class.
 
 transformers writes checkpoints of its own classes only. Many classes of engines have no counterpart there. Such a class
 is built whole, for one rank, and a tensor is made for each part that its loader fills: the q, k and v of a parallel
@@ -14,15 +14,12 @@ The names are therefore names that the engine's loader takes. They need not be t
 from __future__ import annotations
 
 import ast
-import inspect
-import json
 import re
 import sys
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from functools import cache
 from itertools import accumulate
-from math import prod
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -88,13 +85,18 @@ class _Kind:
         return self.chosen < min(map(len, self.ways))
 
 
-def write(folder: Path, loads: Loads) -> int:
+def write(folder: Path, loads: Loads, names: Sequence[tuple[str, str]] = ()) -> int:
     """Write model.safetensors, with holes in the place of values, and return the number of tensors.
+
+    Args:
+        folder: to write to.
+        loads: the engine's class.
+        names: words of names of checkpoints, and of the engine's, to be tried besides those in its code.
 
     Raises:
         LookupError: the loader takes no tensors of any names for some parameters.
     """
-    tensors = tensors_of(loads)
+    tensors = tensors_of(loads, names)
     sizes = [num_bytes(_DTYPE, shape) or 0 for _, shape in tensors]
     entries = (
         TensorEntry(name, _DTYPE, shape, end - nbytes, nbytes)
@@ -107,8 +109,8 @@ def write(folder: Path, loads: Loads) -> int:
     return len(tensors)
 
 
-def tensors_of(loads: Loads) -> list[tuple[str, tuple[int, ...]]]:
-    """Return names and shapes of tensors that fill all parameters of a class.
+def tensors_of(loads: Loads, names: Sequence[tuple[str, str]] = ()) -> list[tuple[str, tuple[int, ...]]]:
+    """Return names and shapes of tensors that fill all parameters of a class. Arguments as of `write`.
 
     Raises:
         LookupError: the loader takes no tensors of any names for some parameters.
@@ -116,7 +118,7 @@ def tensors_of(loads: Loads) -> list[tuple[str, tuple[int, ...]]]:
     model = loads.build()
     kinds: dict[str, _Kind] = {}
     storages: dict[str, set[int]] = {}
-    for name, parameter, ways in all_ways(model):
+    for name, parameter, ways in all_ways(model, names):
         kind = re.sub(r"(?<=\.)\d+(?=\.)", "*", name)
         kinds.setdefault(kind, _Kind()).ways.append(ways)
         storages.setdefault(kind, set()).add(storage_of(parameter))
@@ -163,7 +165,9 @@ def _load(
     return None, ""
 
 
-def all_ways(model: torch.nn.Module) -> Iterator[tuple[str, torch.Tensor, list[Way]]]:
+def all_ways(
+    model: torch.nn.Module, names: Sequence[tuple[str, str]] = ()
+) -> Iterator[tuple[str, torch.Tensor, list[Way]]]:
     """Yield each parameter's name, the parameter, and the ways to fill it."""
     modules = dict(model.named_modules())
     seen: set[int] = set()
@@ -181,7 +185,7 @@ def all_ways(model: torch.nn.Module) -> Iterator[tuple[str, torch.Tensor, list[W
                 if (mapper := getattr(owner, "hf_to_vllm_mapper", None)) is not None
             ]
             files = dict.fromkeys(_file_of(cls) for owner in ancestors for cls in type(owner).__mro__)
-            renames = tuple(dict.fromkeys(pair for file in files for pair in _renames_of(file)))
+            renames = tuple(dict.fromkeys((*names, *(pair for file in files for pair in _renames_of(file)))))
             ways = [tuple(way) for split in splits for way in _renamed(split, mappers, renames)]
             yield name, parameter, list(dict.fromkeys(ways))
 
@@ -220,7 +224,8 @@ def _splits(
             if sorted(index for indices in covered for index in indices) == list(range(len(sizes))):
                 yield tuple(
                     (
-                        _replace_last(f".{path}", stacked.rstrip("."), weight.rstrip(".")).removeprefix(".") + f".{key}",
+                        _replace_last(f".{path}", stacked.rstrip("."), weight.rstrip(".")).removeprefix(".")
+                        + f".{key}",
                         (sum(sizes[index] for index in indices), *shape[1:]),
                     )
                     for (weight, _), indices in zip(parts, covered, strict=True)
@@ -269,18 +274,14 @@ def _matrices_of(module: torch.nn.Module, ancestors: Sequence[torch.nn.Module]) 
         yield tuple(name for name in names if name)
 
 
-def _renamed(
-    split: Way, mappers: Sequence[tuple[str, Any]], renames: Sequence[tuple[str, str]]
-) -> Iterator[Way]:
+def _renamed(split: Way, mappers: Sequence[tuple[str, Any]], renames: Sequence[tuple[str, str]]) -> Iterator[Way]:
     """The split in the names that checkpoints may have, each way by the same rules for all of its tensors."""
     options = [list(_sources(name, mappers, renames)) for name, _ in split]
     for number in range(min(map(len, options))):
         yield tuple((names[number], shape) for names, (_, shape) in zip(options, split, strict=True))
 
 
-def _sources(
-    name: str, mappers: Sequence[tuple[str, Any]], renames: Sequence[tuple[str, str]]
-) -> Iterator[str]:
+def _sources(name: str, mappers: Sequence[tuple[str, Any]], renames: Sequence[tuple[str, str]]) -> Iterator[str]:
     """Names that mappers or literals of the code map to a name, and other usual ones."""
     names = [name]
     for prefix, mapper in mappers:
@@ -351,7 +352,11 @@ def _stacks_of(file: str) -> tuple[tuple[str, tuple[tuple[str, Any], ...]], ...]
         stacks: dict[str, list[tuple[str, Any]]] = {}
         if isinstance(node, ast.List | ast.Tuple):
             for element in map(_constant, node.elts):
-                if isinstance(element, tuple) and len(element) == 3 and all(isinstance(one, str) for one in element[:2]):
+                if (
+                    isinstance(element, tuple)
+                    and len(element) == 3
+                    and all(isinstance(one, str) for one in element[:2])
+                ):
                     stacks.setdefault(element[0], []).append((element[1], element[2]))
         elif isinstance(node, ast.Dict):
             for key, value in zip(map(_constant, node.keys), map(_constant, node.values), strict=True):

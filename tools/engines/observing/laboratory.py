@@ -17,8 +17,8 @@ from support.quantized import QUANTIZED
 from engines import coverage, registries
 from engines.environments import ROOT, Environment, environment_of, versions_in
 from engines.observing import plan_making, tables
-from engines.observing.multimodal_architectures import OTHER_FORMS
 from engines.observing.class_configs import CONFIGS
+from engines.observing.multimodal_architectures import OTHER_FORMS
 from engines.observing.plan_table import TABLE
 
 ENGINE = "vllm-0.33"

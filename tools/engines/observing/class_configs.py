@@ -10,7 +10,7 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -157,6 +157,9 @@ _MOONDREAM3 = _hub(
         "vision": {"enc_dim": H, "enc_n_layers": LAYERS, "enc_ff_dim": INNER, "enc_n_heads": HEADS, "proj_inner_dim": INNER},
     },
 )
+_MOONDREAM3 = replace(
+    _MOONDREAM3, names=((".mlp.fc1.weight", ".mlp.fc1_weight"), (".mlp.fc2.weight", ".mlp.fc2_weight"))
+)
 _OMNI = MULTIMODAL["NemotronH_Omni_Reasoning_V3"]
 _RADIO: dict[str, dict[str, Any]] = {"values": dict(_OMNI.values), "config": dict(_OMNI.config)}
 
@@ -214,7 +217,7 @@ CONFIGS: dict[str, Small] = {
     "FireRedASR2ForConditionalGeneration": _hub(
         "fireredasr2",
         encoder_downsample_rate=2,
-        audio_encoder_conf={"idim": 80, "n_layers": 4, "n_head": 8, "d_model": H, "kernel_size": 33, "pe_maxlen": 512},
+        audio_encoder_conf={"idim": 80, "n_layers_enc": 4, "n_head": 8, "d_model": H, "kernel_size": 33, "pe_maxlen": 512},
     ),
     "MoonshotKimiaForCausalLM": _hub("kimi_audio"),
     **dict.fromkeys(("HfMoondream", "Moondream3ForCausalLM"), _MOONDREAM3),

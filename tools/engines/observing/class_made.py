@@ -185,8 +185,8 @@ def all_ways(
                 if (mapper := getattr(owner, "hf_to_vllm_mapper", None)) is not None
             ]
             files = dict.fromkeys(_file_of(cls) for owner in ancestors for cls in type(owner).__mro__)
-            renames = tuple(dict.fromkeys((*names, *(pair for file in files for pair in _renames_of(file)))))
-            ways = [tuple(way) for split in splits for way in _renamed(split, mappers, renames)]
+            renames = tuple(dict.fromkeys(pair for file in files for pair in _renames_of(file)))
+            ways = [tuple(way) for split in splits for way in _renamed(split, mappers, names, renames)]
             yield name, parameter, list(dict.fromkeys(ways))
 
 
@@ -274,30 +274,44 @@ def _matrices_of(module: torch.nn.Module, ancestors: Sequence[torch.nn.Module]) 
         yield tuple(name for name in names if name)
 
 
-def _renamed(split: Way, mappers: Sequence[tuple[str, Any]], renames: Sequence[tuple[str, str]]) -> Iterator[Way]:
+def _renamed(
+    split: Way,
+    mappers: Sequence[tuple[str, Any]],
+    first: Sequence[tuple[str, str]],
+    renames: Sequence[tuple[str, str]],
+) -> Iterator[Way]:
     """The split in the names that checkpoints may have, each way by the same rules for all of its tensors."""
-    options = [list(_sources(name, mappers, renames)) for name, _ in split]
+    options = [list(_sources(name, mappers, first, renames)) for name, _ in split]
     for number in range(min(map(len, options))):
         yield tuple((names[number], shape) for names, (_, shape) in zip(options, split, strict=True))
 
 
-def _sources(name: str, mappers: Sequence[tuple[str, Any]], renames: Sequence[tuple[str, str]]) -> Iterator[str]:
-    """Names that mappers or literals of the code map to a name, and other usual ones."""
+def _sources(
+    name: str,
+    mappers: Sequence[tuple[str, Any]],
+    first: Sequence[tuple[str, str]],
+    renames: Sequence[tuple[str, str]],
+) -> Iterator[str]:
+    """Names that mappers or words map to a name, the words of `first` before all others, and other usual ones."""
     names = [name]
     for prefix, mapper in mappers:
         begin = f"{prefix}." if prefix else ""
         before = [begin + old for one in names for old in _unmapped(one.removeprefix(begin), mapper)]
         names = list(dict.fromkeys([*before, *names]))
+    yield from _replaced(names, first)
     yield from names
-    for one in list(names):
-        for old, new in renames:
-            if new and new in one:
-                yield one.replace(new, old)
-    for one in list(names):
+    yield from _replaced(names, renames)
+    for one in names:
         for prefix in _PREFIXES:
             yield one.removeprefix(prefix) if one.startswith(prefix) else prefix + one
     bare = re.sub(r"^(language_model|model|llm|thinker)\.", "", name)
     yield from (f"model.{bare}", bare)
+
+
+def _replaced(names: Sequence[str], words: Sequence[tuple[str, str]]) -> Iterator[str]:
+    """The names with each word's replacement turned back."""
+    for name in names:
+        yield from (name.replace(new, old) for old, new in words if new and new in name)
 
 
 def _unmapped(name: str, mapper: Any) -> Iterator[str]:

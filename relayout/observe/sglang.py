@@ -10,7 +10,7 @@ from relayout.core.slices import Slice
 from relayout.observe.observation import JsonObject
 from relayout.observe.ranks import ObservationJob, failure, rank_result
 
-_ATTENTION = (None, "fa3", "triton")
+_ATTENTION = (None, "fa3", "triton", "flashinfer")
 """Backends of attention, which have no weights. None is SGLang's choice for CPUs, which some classes refuse."""
 INSTALL = "run relayout in SGLang's environment; its kernels and a GPU are not needed"
 

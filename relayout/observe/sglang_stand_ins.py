@@ -18,7 +18,7 @@ from unittest.mock import MagicMock
 
 import torch
 
-from relayout.observe.stand_ins import AnyModule, put
+from relayout.observe.stand_ins import AnyModule, put, to_device_unless_meta
 
 _LANGUAGES = ("tilelang", "tilelang.language")
 """Languages of kernels that some modules of SGLang use when they are imported."""
@@ -69,6 +69,7 @@ def stand_in_functions() -> None:
     if (fallback := getattr(_module("sglang.srt.models.transformers"), "TransformersBase", None)) is not None:
         # It replaces parameters that are on the meta device, as all large ones are here, and their loaders with them.
         fallback._init_parameters = lambda *_: None
+    torch.nn.Module.to = to_device_unless_meta(torch.nn.Module.to)  # type: ignore[method-assign]
     _replace("sglang.srt.utils.common", "get_device", lambda *_, **__: "cpu")
     _replace("sglang.srt.arg_groups.mamba_hook", "_platform_supports_mamba_cache_extra_buffer", lambda: True)
     _replace("sglang.srt.models.dots3_common.modeling", "_require_cuda", lambda: None)

@@ -141,6 +141,8 @@ def stand_in_devices() -> None:
             vars(module)["is_flash_attn_varlen_func_available"] = lambda: True
     if (triton := getattr(_module("vllm.triton_utils"), "triton", None)) and not hasattr(triton, "set_allocator"):
         triton.set_allocator = lambda allocate: None
+    if (language := getattr(_module("vllm.triton_utils"), "tl", None)) and not hasattr(language, "extra"):
+        language.extra = MagicMock()  # Kernels of Step 5 have names of functions in it.
     _replace("vllm.utils.torch_utils", "get_accelerator_view_from_cpu_tensor", lambda tensor: tensor)
     if experts := getattr(_module(f"{_LAYERS}.fused_moe.config"), "FusedMoEConfig", None):
         # The last of its checks is of the processor.

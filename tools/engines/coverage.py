@@ -2,7 +2,8 @@
 
 All of it is recomputed from what tools have recorded and from the built-in plans. An architecture is
 
-- **built-in** if a built-in plan is for its type of model, and no observation of it found another cut;
+- **built-in** if a built-in plan is for its type of model, as packages have it or an observation has confirmed, and no
+  observation found another cut;
 - **observed** if `--plan vllm` or `--plan sglang` converts a small checkpoint of it and every tensor is loaded;
 - **none** otherwise. The reason is the error of the attempt. The architecture *cannot be built* here if the attempt
   failed for what no configuration would give: no package has one, or the class wants a GPU or another package.
@@ -98,8 +99,10 @@ def _architecture(name: str, row: Mapping[str, Any]) -> Architecture:
         dict.fromkeys(attempt["model_type"] for attempt in attempts if attempt.get("model_type"))
     )
     observed = [engine for engine in ENGINES if name in _observed(engine)]
-    differs = any(_differs(attempt.get("builtin")) for attempt in attempts)
-    plan = "" if differs else next((plan for one in types if (plan := _plans().get(one))), _proven().get(name, ""))
+    compared = [builtin for attempt in attempts if (builtin := attempt.get("builtin"))]
+    named = [plan for one in row["model_types"] if (plan := _plans().get(one))]
+    named += [_proven().get(name, ""), *(builtin["plan"] for builtin in compared)]
+    plan = "" if any(map(_differs, compared)) else next(filter(None, named), "")
     if plan or observed:
         return Architecture(name, since, types, plan, tuple(observed))
     failed = [attempt for attempt in attempts if "error" in attempt]
@@ -113,8 +116,8 @@ def _architecture(name: str, row: Mapping[str, Any]) -> Architecture:
     return Architecture(name, since, types, why=f"{step}: {why}", is_built=is_built)
 
 
-def _differs(builtin: Mapping[str, Any] | None) -> bool:
-    return bool(builtin) and ("error" in builtin or bool(builtin["different"]))  # type: ignore[index, operator]
+def _differs(builtin: Mapping[str, Any]) -> bool:
+    return "error" in builtin or bool(builtin["different"])
 
 
 @cache

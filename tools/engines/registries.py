@@ -12,7 +12,7 @@ import re
 import subprocess
 import sys
 from collections import defaultdict
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 from zipfile import ZipFile
@@ -167,12 +167,11 @@ def _stem(name: str) -> str:
     return re.sub(r"(For\w+|Model|LMHeadModel|Config)$", "", name).lower().replace("_", "")
 
 
-def read(wheels: Mapping[str, Path], by_hand: Mapping[str, Collection[str]]) -> dict[str, Any]:
+def read(wheels: Mapping[str, Path]) -> dict[str, Any]:
     """Return what is in the wheels, as JSON.
 
     Args:
         wheels: by requirement, of all `RELEASES` and of transformers.
-        by_hand: further types of models, by architecture.
     """
     with ZipFile(wheels[f"transformers=={TRANSFORMERS}"]) as wheel:
         types = types_of_transformers(wheel)
@@ -191,16 +190,16 @@ def read(wheels: Mapping[str, Path], by_hand: Mapping[str, Collection[str]]) -> 
             row = architectures.setdefault(name, {"section": section})
             row[engine] = {"module": module, "since": versions[since] if since < len(versions) - 1 else ""}
     for name, row in architectures.items():
-        found = types.get(name, set()) | {*_TYPES.get(name, ()), *by_hand.get(name, ())}
+        found = types.get(name, set()) | {*_TYPES.get(name, ())}
         row["model_types"] = sorted(found or own.get(_stem(name), set()))
     return {"releases": RELEASES, "transformers": TRANSFORMERS, "architectures": architectures}
 
 
-def write(home: Path, by_hand: Mapping[str, Collection[str]]) -> None:
+def write(home: Path) -> None:
     """Download the wheels that are not in the folder yet, and write the results."""
     wanted = [f"{engine}=={version}" for engine, versions in RELEASES.items() for version in versions]
     wheels = {one: _wheel(one, home / "wheels") for one in (*wanted, f"transformers=={TRANSFORMERS}")}
-    RESULTS.write_text(json.dumps(read(wheels, by_hand), indent=1, sort_keys=True) + "\n")
+    RESULTS.write_text(json.dumps(read(wheels), indent=1, sort_keys=True) + "\n")
 
 
 def _wheel(requirement: str, folder: Path) -> Path:

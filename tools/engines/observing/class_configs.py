@@ -10,7 +10,9 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Mapping
+from contextlib import suppress
 from dataclasses import dataclass, field, replace
+from importlib import import_module
 from pathlib import Path
 from typing import Any
 
@@ -90,6 +92,23 @@ _NAVIT: dict[str, Any] = {
     **{"preserve_original_pe": True, "use_rope": True, "num_patches": -1, "temporal_patch_size": 1},
     "attention_dropout": 0.0,
 }
+_CONFORMER: dict[str, Any] = {
+    **{"activation": "swish", "activation_checkpointing": "", "attention_dim": H, "attention_heads": HEADS},
+    **{"causal": True, "chunk_size": -1, "cnn_layer_norm": True, "conv_activation": "swish", "conv_glu_type": "swish"},
+    **{"depthwise_multiplier": 1, "depthwise_seperable_out_channel": H, "dropout_rate": 0.0, "ext_pw_kernel_size": 1},
+    **{"ext_pw_out_channel": H, "input_layer": "nemo_conv", "input_size": 80, "kernel_size": 3, "left_chunk": 18},
+    **{"linear_units": INNER, "nemo_conv_settings": {"conv_channels": H}, "num_blocks": LAYERS, "time_reduction": 8},
+    "relative_attention_bias_args": {"t5_bias_max_distance": 500, "type": "t5"},
+}
+_JET: dict[str, Any] = {
+    "layer_types": ["attn", *["jet"] * (LAYERS - 2), "attn"],
+    "efficient_attention_config": {
+        "jet": {
+            **{"mode": "chunk", "expand_v": 2.0, "num_heads": HEADS, "head_dim": HEAD_DIM, "norm_eps": 1e-5},
+            **{"conv_size": 4, "dconv_generator_reduction": 8, "dconv_implementation": "triton"},
+        }
+    },
+}
 _AIMV2: dict[str, Any] = {
     **{"model_type": "aimv2", "hidden_size": H, "num_hidden_layers": LAYERS, "num_attention_heads": HEADS},
     **{"intermediate_size": INNER, "image_size": 56, "patch_size": 14, "num_channels": 3},
@@ -160,6 +179,12 @@ _MOONDREAM3 = _hub(
 _MOONDREAM3 = replace(
     _MOONDREAM3, names=((".mlp.fc1.weight", ".mlp.fc1_weight"), (".mlp.fc2.weight", ".mlp.fc2_weight"))
 )
+_BAILING_MM = _hub(
+    "bailingmm_moe_v2_lite",
+    llm_config={**LLAMA, **_MOE, "model_type": "bailing_moe_v2", "use_qk_norm": True},
+    vision_config={**_QWEN2_5_VISION, "architectures": ["Qwen2_5_VisionTransformer"]},
+    mlp_depth=2,
+)
 _OMNI = MULTIMODAL["NemotronH_Omni_Reasoning_V3"]
 _RADIO: dict[str, dict[str, Any]] = {"values": dict(_OMNI.values), "config": dict(_OMNI.config)}
 
@@ -182,7 +207,13 @@ CONFIGS: dict[str, Small] = {
     ),
     "Step3TextForCausalLM": Small("step3_text", {"moe_layers_enum": "1,2,3"}),
     "BailingMoeV3VLForConditionalGeneration": Small(
-        "bailing_moe_v3_vl", {"text_config": {"layer_group_size": LAYERS, "layer_types": None, "no_kda_lora": True}}
+        "bailing_moe_v3_vl", {
+            "mrope_section": [4, 2, 2],
+            "text_config": {
+                **{"layer_group_size": LAYERS, "layer_types": None, "layers_block_type": None, "no_kda_lora": True},
+                "rope_parameters": {"mrope_section": [4, 2, 2]},
+            }
+        },
     ),
     "InternS1ProForConditionalGeneration": Small(
         "interns1_pro",
@@ -238,7 +269,7 @@ CONFIGS: dict[str, Small] = {
             _RADIO["values"] | {"text_config": {"architectures": ["NemotronHForCausalLM"]}},
             _RADIO["config"],
             like="nemotron_h_omni",
-            names=(("radio_model.model.blocks.", "model.encoder.layers."), ("radio_model.model.", "model.")),
+            names=((".radio_model.model.blocks.", ".model.encoder.layers."), (".radio_model.model.", ".model.")),
         )
         for name in (
             *("NemotronH_Nano_Omni_Reasoning_V3", "NemotronH_Super_Omni_Reasoning_V3", "NemotronH_Nano_VL_V2"),
@@ -248,13 +279,14 @@ CONFIGS: dict[str, Small] = {
     "Phi4MMForCausalLM": _hub(
         "phi4mm",
         img_processor=None,
+        audio_processor={"name": "cascades", "config": _CONFORMER},
         embd_layer={
             "embedding_cls": "image_audio",
             "image_embd_layer": {"embedding_cls": "tune_image", "hd_transform_order": "sub_glb"},
             "audio_embd_layer": {"embedding_cls": "audio", "compression_rate": 8, "projection_cls": "mlp"},
         },
     ),
-    "BaichuanForCausalLM": _hub("baichuan"),
+    "BaichuanForCausalLM": _hub("baichuan", hidden_size=4096),
     "BailingMoEForCausalLM": _hub("bailing_moe", _MOE),
     "DeepseekVL2ForCausalLM": Small(
         "deepseek_vl_v2", {}, {"tile_tag": "2D", "language_config": _DEEPSEEK_VL, "projector_config": {"n_embed": H}}
@@ -328,11 +360,13 @@ CONFIGS: dict[str, Small] = {
         "mistral_large_3", _MOE, _LATENT, n_routed_experts=EXPERTS, n_shared_experts=1, moe_layer_freq=1,
         topk_method="noaux_tc", scoring_func="sigmoid",
     ),
-    "Step5ForCausalLM": Small("step5", config={"sparse_config": {"enabled": True}}),
+    "Step5ForCausalLM": Small("step5", {"head_dim": 128, "num_attention_groups": KV_HEADS}, {"sparse_config": {"enabled": True}}),
     "Step5ForConditionalGeneration": Small(
         "step5_vl",
         {
-            "text_config": {"sparse_config": {"enabled": True}, "architectures": ["Step5ForCausalLM"]},
+            "text_config": {
+                **{"num_attention_groups": KV_HEADS, "head_dim": 128, "sparse_config": {"enabled": True}, "architectures": ["Step5ForCausalLM"]},
+            },
             "vision_config": {"hidden_act": "gelu"},
         },
     ),
@@ -347,10 +381,74 @@ CONFIGS: dict[str, Small] = {
         },
     ),
     "DeepseekV4ForConditionalGeneration": Small(
-        "deepseek_v4_vl", dict(ARCHITECTURES["DeepseekV4ForCausalLM"].values), like="deepseek_v4"
+        "deepseek_v4_vl",
+        {
+            **ARCHITECTURES["DeepseekV4ForCausalLM"].values,
+            **{"mlp_layer_types": None, "layer_types": None, "compress_ratios": [0, 128, 4, 4], "num_hash_layers": 1},
+        },
+        like="deepseek_v4",
     ),
+    "DotsVLMForCausalLM": Small("dots_vlm", {"vision_config": {"num_dummy_heads": 0}}, {"num_nextn_predict_layers": 1}),
+    "JetNemotronForCausalLM": _hub("jet_nemotron", _JET),
+    "JetVLMForConditionalGeneration": _hub(
+        "jet_vlm", text_config={**LLAMA, **_JET, "model_type": "jet_nemotron"}, vision_config=_SIGLIP
+    ),
+    "OlmoHybridForCausalLM": Small("olmo_hybrid", {"linear_num_value_heads": HEADS}),
     "FunAudioChatForConditionalGeneration": Small("funaudiochat", {"audio_config": {"pad_token_id": 0}}),
     "UltravoxModel": _hub("ultravox", audio_config=_WHISPER, text_config=_LLAMA),
+    "BailingMM2NativeForConditionalGeneration": _BAILING_MM,
+    "BailingMMNativeForConditionalGeneration": _BAILING_MM,
+    "IQuestQ1ForCausalLM": Small(
+        "iquest_q1",
+        {
+            "first_layers_types": ["full_attention"],
+            "hybrid_layers_types_block": ["sliding_attention"],
+            "num_hybrid_layers_block": LAYERS - 2,
+            "last_layers_types": ["full_attention"],
+            "layer_types": None,
+        },
+    ),
+    "LlavaLlamaForCausalLM": Small("llava_llama", like="llava", config={"mm_vision_tower": "openai/clip-vit-large-patch14-336"}),
+    "LlavaMistralForCausalLM": Small("llava_mistral", like="llava", config={"mm_vision_tower": "openai/clip-vit-large-patch14-336"}),
+    "LlavaQwenForCausalLM": Small("llava_qwen", like="llava", config={"mm_vision_tower": "openai/clip-vit-large-patch14-336"}),
+    "LlavaVidForCausalLM": Small("llava_vid", like="llava", config={"mm_vision_tower": "openai/clip-vit-large-patch14-336"}),
+    "YiVLForCausalLM": Small("yi_vl", like="llava", config={"mm_vision_tower": "openai/clip-vit-large-patch14-336"}),
+    "MossVLForConditionalGeneration": Small(
+        "moss_vl", {"text_config": {"cross_attention_layers": [1, 3]}}, like="qwen3_vl"
+    ),
+    "MultiModalityCausalLM": _hub(
+        "multi_modality",
+        language_config=_LLAMA,
+        vision_config={
+            "cls": "CLIPVisionTower",
+            "params": {
+                **{"image_size": 384, "model_name": "siglip_large_patch16_384", "select_feature": "same"},
+                "select_layer": -1,
+            },
+        },
+        aligner_config={
+            "cls": "MlpProjector",
+            "params": {"depth": 2, "input_dim": 1024, "n_embed": H, "projector_type": "mlp_gelu"},
+        },
+        gen_vision_config={"cls": "VQ-16", "params": {"image_token_size": 512, "n_embed": 8}},
+        gen_aligner_config={
+            "cls": "MlpProjector",
+            "params": {"depth": 2, "input_dim": 8, "n_embed": H, "projector_type": "mlp_gelu"},
+        },
+        gen_head_config={
+            "cls": "vision_head",
+            "params": {"image_token_embed": H, "image_token_size": 512, "n_embed": H},
+        },
+    ),
+    "NVILAForConditionalGeneration": _hub("nvila", text_config=_QWEN2, vision_config=_SIGLIP),
+    "NVILALiteForConditionalGeneration": _hub("nvila_lite", text_config=_QWEN2, vision_config=_SIGLIP),
+    "POINTSV15ChatModel": _hub("pointsv1.5_chat", llm_config=_QWEN2, vision_config=_QWEN2_VISION),
+    "MiMoV2ASRForCausalLM": Small("mimo_v2_asr", like="qwen2", config={"audio_config": _WHISPER}),
+    "ZayaForCausalLM": Small(
+        "zaya",
+        {"num_query_groups_list": None},
+        {"num_query_groups": KV_HEADS, "num_key_value_heads": KV_HEADS},
+    ),
     "Ovis": _hub(
         "ovis",
         llm_config=_QWEN2,
@@ -615,11 +713,11 @@ def _classes() -> Mapping[str, Any]:
     """Classes of configurations, by the type of the model."""
     from transformers import CONFIG_MAPPING
 
-    try:
-        from vllm.transformers_utils.config import _CONFIG_REGISTRY as own
-    except ImportError:
-        own = {}
-    return _Joined(own, CONFIG_MAPPING)
+    own = []
+    for module in ("vllm.transformers_utils.config", "sglang.srt.utils.hf_transformers.common"):
+        with suppress(ImportError):
+            own.append(import_module(module)._CONFIG_REGISTRY)
+    return _Joined(*own, CONFIG_MAPPING)
 
 
 class _Joined(dict[str, Any]):
@@ -638,12 +736,12 @@ class _Joined(dict[str, Any]):
 
 def supply(folder: Path, error: str) -> bool:
     """Give config.json a key that a class lacks by this error. False: it names none, or the key is there."""
-    found = re.search(r"'(\w*?)(?:Config)?' object has no attribute '(\w+)'", error)
+    found = re.search(r"'\w*Config' object has no attribute '(\w+)'", error)
     if not found:
         return False
     file = folder / "config.json"
     config = json.loads(file.read_text())
-    key = found[2]
+    key = found[1]
     value = small_models.number_of(key)
     if value is None:
         value = next((guessed for pattern, guessed in _GUESSED if re.fullmatch(pattern, key)), False)

@@ -121,7 +121,8 @@ def tensors_of(loads: Loads, names: Sequence[tuple[str, str]] = ()) -> list[tupl
     for name, parameter, ways in all_ways(model, names):
         kind = re.sub(r"(?<=\.)\d+(?=\.)", "*", name)
         kinds.setdefault(kind, _Kind()).ways.append(ways)
-        storages.setdefault(kind, set()).add(storage_of(parameter))
+        # SGLang fills parameters of one element with a number, which no recorder sees.
+        storages.setdefault(kind, set()).update([storage_of(parameter)] * (parameter.numel() > 1))
     errors: dict[str, str] = {}
     """Of each kind, with its most usual name."""
     for _ in range(_MAX_LOADS):
@@ -131,7 +132,7 @@ def tensors_of(loads: Loads, names: Sequence[tuple[str, str]] = ()) -> list[tupl
         failed, error = _load(loads, model, recorder, list(shapes.items()))
         if failed is not None:
             wrong = {of_kind[failed]}
-        else:
+        elif not (wrong := {of_kind[name] for name in _named_by(error, shapes)}):
             recorder.finish()
             wrong = {kind for kind, memory in storages.items() if not memory <= recorder.written}
             wrong |= {of_kind[name] for name in shapes if not recorder.loaded(name).is_held}
@@ -144,6 +145,13 @@ def tensors_of(loads: Loads, names: Sequence[tuple[str, str]] = ()) -> list[tupl
         if lost := [kind for kind in sorted(wrong) if not kinds[kind].next()]:
             raise LookupError(f"no name was found for {', '.join(lost[:3])}; the first: {errors[lost[0]]}")
     raise LookupError(f"no names were found in {_MAX_LOADS} loads")
+
+
+def _named_by(error: str, names: Iterable[str]) -> Iterator[str]:
+    """Names that end as the first name in an error does: some loaders collect tensors before they load them."""
+    if found := re.search(r"'((?:\w+\.)+\w+)'", error):
+        end = ".".join(found[1].split(".")[-4:])
+        yield from (name for name in names if name.endswith(end))
 
 
 def _load(
@@ -215,13 +223,14 @@ def _splits(
             rows = (shape[0], shape[1] // len(of_part), *shape[2:])
             for owner in (experts, experts.rpartition(".")[0]):
                 yield tuple((f"{owner}.{matrix}.{what}", rows) for matrix in of_part)
-    sizes = getattr(module, "output_sizes", None)
-    if sizes is not None and len(sizes) > 1 and shape and shape[0] == sum(sizes):
+    known = getattr(module, "output_sizes", None)
+    if shape and (known is None or len(known) > 1 and shape[0] == sum(known)):
         for stacked, parts in (pair for owner in ancestors for pair in _all_stacks(owner)):
             if not f".{name}.".endswith(f"{_dotted(stacked, path)}.{key}."):
                 continue
-            covered = [_covered(shard, index, len(sizes)) for index, (_, shard) in enumerate(parts)]
-            if sorted(index for indices in covered for index in indices) == list(range(len(sizes))):
+            sizes = known or [shape[0] // len(parts)] * len(parts)
+            covered = [_covered(shard, index) for index, (_, shard) in enumerate(parts)]
+            if sum(sizes) == shape[0] and sorted(index for indices in covered for index in indices) == list(range(len(sizes))):
                 yield tuple(
                     (
                         _replace_last(f".{path}", stacked.rstrip("."), weight.rstrip(".")).removeprefix(".")
@@ -255,7 +264,7 @@ def _replace_last(text: str, old: str, new: str) -> str:
     return before + new + after if found else text
 
 
-def _covered(shard: Any, index: int, count: int) -> Sequence[int]:
+def _covered(shard: Any, index: int) -> Sequence[int]:
     """The outputs of a merged layer that one tensor fills."""
     if isinstance(shard, tuple | list):
         return [one for one in shard if isinstance(one, int)]

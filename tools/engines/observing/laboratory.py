@@ -17,7 +17,6 @@ from support.quantized import QUANTIZED
 from engines import coverage, registries
 from engines.environments import ROOT, Environment, environment_of, versions_in
 from engines.observing import plan_making, tables
-from engines.observing.class_configs import CONFIGS
 from engines.observing.multimodal_architectures import OTHER_FORMS
 from engines.observing.plan_table import TABLE
 
@@ -46,7 +45,7 @@ def observe_registry(environment: Environment, home: Path, _only: str) -> None:
 
 def read_registries(_environment: Environment, home: Path, _only: str) -> None:
     """Read from wheels which architectures the releases of both engines register."""
-    registries.write(home, {name: [small.model_type] for name, small in CONFIGS.items()})
+    registries.write(home)
 
 
 def attempt(engine: str, home: Path, only: str) -> None:

@@ -160,6 +160,7 @@ MULTIMODAL: dict[str, Recipe] = {
             "vision_config": {"model_type": "siglip_vision_model", "patch_size": 14},
         }
     ),
+    "HunYuanVLForConditionalGeneration": Recipe(values={"text_config": {"head_dim": HEAD_DIM}}),
     "Lfm2VlForConditionalGeneration": Recipe(values={"vision_config": {"vision_use_head": False}}),
     "MiniMaxM3SparseForConditionalGeneration": Recipe(
         values={

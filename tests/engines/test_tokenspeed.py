@@ -172,3 +172,17 @@ def test_an_embedding_that_is_whole_on_each_rank_is_read_whole_once(
     held = sum(one.nbytes for of, one in relayout.load(folders / "llama-tp2", 1).items() if of != name)
     assert f": {(held + whole[name].nbytes) / 1e9:.3f} GB in " in caplog.messages[-1]
     assert ", 0 whole tensors read" in caplog.messages[-1]
+
+
+def test_shapes_that_tokenspeed_ignores_need_nothing_from_the_checkpoint(
+    folders: Path, tokenspeed: Engine, whole: Tensors
+) -> None:
+    for name, is_ignored in (("w13_weight_shape", True), ("w13_weight_scale", False)):
+        model = Model(whole, 0, 2)
+        model.memory[f"model.layers.1.mlp.experts.{name}"] = torch.zeros(64, 8)
+        if is_ignored:
+            tokenspeed.load(folders / "llama-tp2", model)
+            model.assert_holds_what_it_cuts_of(whole)
+        else:
+            with pytest.raises(PlanError, match=r"nothing was loaded into model\.layers\.1\..*w13_weight_scale"):
+                tokenspeed.load(folders / "llama-tp2", model)

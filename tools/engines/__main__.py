@@ -28,6 +28,7 @@ from engines.cases import (
     RERANKER,
     RUNS,
     WHOLE_IN_SGLANG,
+    WHOLE_IN_TOKENSPEED,
     Case,
     all_cases,
     converted_of,
@@ -114,7 +115,9 @@ def run_cases(
             continue  # Draft models are built by workers, and kernels are not chosen here.
         if (is_sglang and case.family in NOT_IN_SGLANG) or (is_tokenspeed and case.family not in IN_TOKENSPEED):
             continue
-        is_uncut = is_sglang and case.family in WHOLE_IN_SGLANG
+        is_uncut = (is_sglang and case.family in WHOLE_IN_SGLANG) or (
+            is_tokenspeed and case.family in WHOLE_IN_TOKENSPEED
+        )
         for tp in (tp for tp in case.degrees if tp <= most):
             job = {"name": case.name, "tp": tp, "strict": case.strict and not is_uncut}
             job |= {key: getattr(case, key) for key in ("expert", "draft", "moe_backend", "stages", "settings")}

@@ -34,18 +34,16 @@ before it cuts them (`qwen2_5_vl.py`, SGLang 0.5.23)."""
 NOT_IN_SGLANG = ("gemma4_text", "gemma4_unified", "longcat_flash", "mimo_v2", "mistral4", "step3p5")
 """Families whose small checkpoints say less in config.json than SGLang's classes ask for."""
 
+WHOLE_IN_TOKENSPEED = ("kimi_k25", "int4_kimi_k25", "nvfp4_kimi_k25")
+"""Those of which TokenSpeed's ranks need more than vLLM's: the MLPs of Kimi K2.5's vision part, whole on each rank
+(`models/moonvit.py`, TokenSpeed 0.1.1)."""
+
 IN_TOKENSPEED = (
-    "llama",
-    "qwen2",
-    "qwen2_tied",
-    "qwen3",
-    "qwen3_moe",
-    "deepseek_v3",
-    "kimi_k2",
-    "fp8_blocks",
-    "fp8_blocks_moe",
+    *("llama", "qwen2", "qwen2_tied", "qwen3", "qwen3_moe", "deepseek_v3", "kimi_k2"),
+    *("fp8_blocks", "fp8_blocks_moe", "fp8_blocks_deepseek", *WHOLE_IN_TOKENSPEED),
 )
-"""Families and forms that were loaded by TokenSpeed's classes. It has more."""
+"""Families and forms that TokenSpeed's classes are compared with. It has more; others want more of a GPU, or refuse the
+small checkpoint, such as one with scales of the KV cache."""
 
 SPLIT = "fp8_blocks_moe_split"
 """Experts with 192 or 96 rows for each rank, in blocks of 128 that share a scale."""

@@ -21,6 +21,7 @@ from unittest.mock import MagicMock
 import torch
 
 from engines.comparing.jobs import Job, Reports, Tensors, held, note_differences, run_jobs
+from relayout.engines.tokenspeed import IGNORED
 
 OF_GPUS = ("nvtx", "tokenspeed_kernel", "tokenspeed_scheduler", "tokenspeed_triton", "torch_memory_saver")
 """Packages that TokenSpeed imports, and no load of weights calls."""
@@ -69,11 +70,12 @@ _YARN = {
 
 
 def of_the_hub(path: str) -> dict[str, Any]:
-    """Return what config.json has on the hub and TokenSpeed asks for, where a small checkpoint has it otherwise."""
+    """Return what the text model's configuration has on the hub, and a small checkpoint has otherwise."""
     config = json.loads(Path(path, "config.json").read_text())
+    text = config.get("text_config", config)
     return {
-        **({"num_experts": config["num_local_experts"]} if "num_local_experts" in config else {}),
-        **({"rope_scaling": _YARN} if config["model_type"] in ("deepseek_v3", "kimi_k2") else {}),
+        **({"num_experts": text["num_local_experts"]} if "num_local_experts" in text else {}),
+        **({"rope_scaling": _YARN} if text["model_type"] in ("deepseek_v3", "kimi_k2") else {}),
     }
 
 
@@ -98,7 +100,8 @@ def load(path: str, job: Job, rank: int, options: dict[str, Any] | None) -> Tens
     )
     arguments = MagicMock(
         mapping=mapping, speculative_algorithm=None, load_format="auto", language_model_only=False,
-        gpu_memory_utilization=0.9, mm_encoder_tp_mode="weights", disaggregation_mode="null",
+        gpu_memory_utilization=0.9, disaggregation_mode="null",
+        mm_encoder_tp_mode="weights", mm_attention_backend="triton_attn",
     )  # fmt: skip
     override = json.dumps(of_the_hub(path))
     model_config = ModelConfig(path, model_override_args=override, server_args=arguments, dtype="bfloat16")
@@ -108,7 +111,7 @@ def load(path: str, job: Job, rank: int, options: dict[str, Any] | None) -> Tens
         with torch.device("cpu"):
             model = loader._initialize_model(model_config, load_config)
         model.load_weights(default._get_all_weights(model_config, model))
-    return held(model)
+    return {name: one for name, one in held(model).items() if name.rpartition(".")[2] not in IGNORED}
 
 
 def compare(job: Job, result: dict[str, Any]) -> None:

@@ -445,6 +445,16 @@ def signing() -> str:
     return "\n".join(rows)
 
 
+def verified() -> str:
+    """What it costs to verify a download: `tools/run verified`."""
+    rows = ["| way | from the drive, s | CPU s | from memory, s | CPU s |", "|---|---|---|---|---|"]
+    cases: dict[str, list[str]] = {}
+    for row in _results("verified")["rows"]:
+        cells = (f"{median(row['all_seconds']):.1f}", f"{row['cpu_seconds']:.1f}")
+        cases.setdefault(row["way"], []).extend(cells)
+    return "\n".join([*rows, *(f"| {way} | {' | '.join(cells)} |" for way, cells in cases.items())])
+
+
 def fills() -> str:
     """What filling a sharded model takes, and by whom: `tools/run fills`."""
     found = _results("fills")
@@ -575,6 +585,7 @@ PARTS: dict[str, tuple[Path, Callable[[], str]]] = {
     "compatibility": (_ROOT / "docs" / "guides" / "FLEET.md", compatibility),
     "clients": (_ROOT / "docs" / "guides" / "NFS.md", clients),
     "signing": (_ROOT / "docs" / "guides" / "SIGNING.md", signing),
+    "verified": (_ROOT / "docs" / "reference" / "CONVERTING.md", verified),
     "fills": (_REFERENCE / "LOADING.md", fills),
     "families": (_REFERENCE / "MODELS.md", families),
     "architectures": (_REFERENCE / "MODELS.md", architectures),

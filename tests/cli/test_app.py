@@ -46,7 +46,10 @@ def put(path: Path, text: str) -> None:
         ("convert no\nsuch\x1b[31m\x07thing --tp 1", r"no.+such.+thing: no such file or folder"),
         ("verify nothing", r"nothing: no such file or folder"),
         ("inspect modle", r"modle: no such file or folder; did you mean 'model'\?"),
-        ("verify model", r"model: not a converted folder \(relayout\.json is missing\); relayout convert makes one"),
+        (
+            "verify model --ranks 0",
+            r"model: not a converted folder \(relayout\.json is missing\); relayout convert makes one",
+        ),
         ("restore model -o back", r"model: not a converted folder"),
         ("plans show lama", r"no built-in plan 'lama'; did you mean 'llama'\?"),
         ("convert model --tp 2 --plan builtin:lama", r"no built-in plan 'lama'; did you mean 'llama'\?"),
@@ -159,7 +162,9 @@ def test_bad_input_is_one_line_and_leaves_nothing_behind(
 
 
 def test_a_process_of_its_own_refuses_the_same(here: Run, work: Path) -> None:
-    ours, theirs = here("verify", "model", cwd=work), run("verify", "model", cwd=work)
+    refused = ("verify", "model", "--ranks", "0")
+    ours, theirs = here(*refused, cwd=work), run(*refused, cwd=work)
+    assert ours.returncode == 2
     assert (ours.returncode, ours.stdout, ours.stderr) == (theirs.returncode, theirs.stdout, theirs.stderr)
 
 

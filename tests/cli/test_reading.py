@@ -12,9 +12,12 @@ from typing import Any
 import pytest
 from support.bits import flip
 from support.command_runs import NORMS, Run, assert_refused, one_object, run, weights
+from support.downloads import SHARD, Downloads, downloads, rot
 from support.trees import tree
 
 import relayout
+
+__all__ = ["downloads"]
 
 
 @pytest.mark.parametrize(
@@ -108,6 +111,25 @@ def test_verify_names_a_missing_file_once_and_counts_none_of_its_slices(
     assert done.returncode == 1
     assert done.stdout.startswith("1 difference: 12 slices of 2 ranks, ")
     assert "\ndiffers model-rank-1-part-0.safetensors: cannot be read: No such file or directory\n" in done.stdout
+
+
+def test_verify_of_a_download_begins_with_the_answer(here: Run, downloads: Downloads, tmp_path: Path) -> None:
+    done = here("verify", str(downloads.snapshot), cwd=tmp_path)
+    assert (done.returncode, done.stderr) == (0, "")
+    assert done.stdout.startswith(f"verified {downloads.snapshot}: 2 shards, every byte, by hub cache (sha256)\n")
+    shutil.copytree(downloads.snapshot, tmp_path / "plain")
+    plain = here("verify", "plain", cwd=tmp_path)
+    assert (plain.returncode, plain.stderr) == (0, "")
+    assert plain.stdout.startswith("no digest known plain: of its shards: headers and index agree")
+    assert "verified" not in plain.stdout
+    rot((downloads.snapshot / SHARD).resolve())
+    damaged = here("verify", "--quiet", str(downloads.snapshot), cwd=tmp_path)
+    assert damaged.returncode == 1
+    assert damaged.stdout.startswith("1 difference: ")
+    assert f"\ndiffers {SHARD}: sha256 is " in damaged.stdout
+    found = one_object(here("verify", str(downloads.snapshot), "--json", cwd=tmp_path), code=1)
+    assert (found["ok"], found["is_verified"], [one["file"] for one in found["differences"]]) == (False, False, [SHARD])
+    assert {one["name"] for one in found["verified"]} == {path.name for path in downloads.local.glob("*.*")} - {SHARD}
 
 
 @pytest.mark.parametrize(("nbytes", "says"), [(None, "is missing"), (5000, "5000 bytes long")])

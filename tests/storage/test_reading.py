@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import hashlib
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +16,7 @@ from hypothesis import strategies as st
 from support.local_stores import hashed_file
 
 from relayout.core.extents import BLOCK, Extent
+from relayout.core.workers import Stop, Stopped
 from relayout.errors import FormatError
 from relayout.storage import reading
 from relayout.storage.local.store import InputFile
@@ -118,3 +121,30 @@ def test_a_file_of_another_length_is_refused(tmp_path: Path, nbytes: int, extent
     (tmp_path / "file").write_bytes(bytes(nbytes))
     with pytest.raises(FormatError, match=rf"file: {nbytes} bytes long, expected {NBYTES}"):
         hash_files([hashed_file(tmp_path / "file", NBYTES, extents)], 2)
+
+
+@pytest.mark.parametrize("threads", [1, 3])
+@pytest.mark.parametrize("num_streams", [1, 2, 5])
+def test_files_are_hashed_whole_several_at_a_time(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, reads: list[Extent], num_streams: int, threads: int
+) -> None:
+    monkeypatch.setattr(reading, "READ_NBYTES", BLOCK)
+    files, wanted = [], []
+    for number, nbytes in enumerate((NBYTES, 0, 3 * BLOCK, 1)):
+        (tmp_path / str(number)).write_bytes(BYTES[:nbytes])
+        opened = hashed_file(tmp_path / str(number), nbytes, [])
+        files.append(replace(opened, chunks=[Extent(0, nbytes)], new_hash=hashlib.sha256))
+        wanted.append([hashlib.sha256(BYTES[:nbytes]).hexdigest()])
+    assert hash_files(files, threads, num_streams=num_streams) == wanted
+    assert len(reads) == 11 + 3 + 1
+    if threads == 1:  # The empty file takes a turn.
+        firsts = [number for number, extent in enumerate(reads) if extent.offset == 0]
+        assert firsts == {1: [0, 11, 14], 2: [0, 2, 9], 5: [0, 1, 2]}[num_streams]
+
+
+def test_a_request_to_stop_from_elsewhere_ends_the_hashing(path: Path, reads: list[Extent]) -> None:
+    stop = Stop()
+    stop.request()
+    with pytest.raises(Stopped):
+        hash_files([hashed_file(path, NBYTES, [Extent(0, NBYTES)])], 2, stop=stop)
+    assert reads == []

@@ -38,7 +38,7 @@ _SHA256 = re.compile(r"[0-9a-f]{64}")
 
 
 @dataclass(frozen=True, slots=True)
-class Listing:
+class SignedFiles:
     """The files that a verified signature lists."""
 
     name: str
@@ -51,7 +51,7 @@ _KeyOf: TypeAlias = "Callable[[Fields], EllipticCurvePublicKey]"
 """A function that returns the key that must have signed, by the bundle's verification material."""
 
 
-def listed_by_key(signature: bytes, public_key: str) -> Listing:
+def listed_by_key(signature: bytes, public_key: str) -> SignedFiles:
     """Verify model.sig by a public key.
 
     Args:
@@ -78,7 +78,7 @@ def listed_by_key(signature: bytes, public_key: str) -> Listing:
     return _listed(signature, key_of)
 
 
-def listed_by_certificates(signature: bytes, certificates: Sequence[Path]) -> Listing:
+def listed_by_certificates(signature: bytes, certificates: Sequence[Path]) -> SignedFiles:
     """Verify model.sig by a certificate that leads to one of these roots, as of the beginning of its validity.
 
     Args:
@@ -108,7 +108,7 @@ def listed_by_certificates(signature: bytes, certificates: Sequence[Path]) -> Li
     return _listed(signature, key_of)
 
 
-def listed_by_identity(signature: bytes, identity: str, issuer: str) -> Listing:
+def listed_by_identity(signature: bytes, identity: str, issuer: str) -> SignedFiles:
     """Verify model.sig by a Sigstore identity, with the package model-signing. May raise anything."""
     from tempfile import TemporaryDirectory
 
@@ -174,7 +174,7 @@ def _check_chain(store: Any, chain: Sequence[Certificate]) -> None:
         raise FormatError("its certificate is not for signing", code="signature")
 
 
-def _listed(signature: bytes, key_of: _KeyOf) -> Listing:
+def _listed(signature: bytes, key_of: _KeyOf) -> SignedFiles:
     """Verify a bundle, and parse what it signs: nothing of that is looked at before."""
     bundle = Fields(parse_object(signature, SIGNATURE_NAME))
     _check(bundle, "mediaType", _MEDIA_TYPE)
@@ -201,7 +201,7 @@ def _verify(key: EllipticCurvePublicKey, signature: bytes, payload: bytes) -> No
         raise FormatError("the signature is not of this key", code="signature") from None
 
 
-def _parse(payload: bytes) -> Listing:
+def _parse(payload: bytes) -> SignedFiles:
     """Parse a statement whose signature is verified."""
     top = Fields(parse_object(payload, SIGNATURE_NAME))
     _check(top, "_type", _STATEMENT_TYPE)
@@ -223,7 +223,7 @@ def _parse(payload: bytes) -> Listing:
     root = hashlib.sha256(b"".join(map(bytes.fromhex, digests.values()))).hexdigest()
     if not digests or Fields(subject.object("digest")).text("sha256") != root:
         raise FormatError("the digest of its subject is not that of its files", code="signature")
-    return Listing(subject.text("name"), digests)
+    return SignedFiles(subject.text("name"), digests)
 
 
 def _check(fields: Fields, name: str, expected: str) -> None:
@@ -245,7 +245,7 @@ class _Taken:
     """
 
     def __init__(self) -> None:
-        self.listing: Listing | None = None
+        self.listing: SignedFiles | None = None
 
     def add_ignored_paths(self, **ignored: object) -> None:
         """Do nothing: files that the signer left out are not signed."""
@@ -258,7 +258,7 @@ class _Taken:
         files = {each.identifier: each.digest for each in signed.resource_descriptors()}
         if signed.serialization_type["method"] != "files" or {each.algorithm for each in files.values()} != {"sha256"}:
             raise ValueError(_OTHER_DIGESTS)
-        self.listing = Listing(signed.model_name, {name: digest.digest_hex for name, digest in files.items()})
+        self.listing = SignedFiles(signed.model_name, {name: digest.digest_hex for name, digest in files.items()})
         return False
 
     __hash__ = None  # type: ignore[assignment]

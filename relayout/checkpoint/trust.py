@@ -14,7 +14,7 @@ from hashlib import sha256
 from pathlib import Path
 from typing import Any, TypeAlias
 
-from relayout.checkpoint.bundle import Listing, listed_by_certificates, listed_by_identity, listed_by_key
+from relayout.checkpoint.bundle import SignedFiles, listed_by_certificates, listed_by_identity, listed_by_key
 from relayout.checkpoint.converted import (
     MAX_SIGNATURE_NBYTES,
     PACKED,
@@ -71,7 +71,7 @@ class Signer:
             place == prefix or place.startswith(prefix.rstrip("/") + "/") for prefix in map(_place, self.prefixes)
         )
 
-    def listing(self, signature: bytes) -> Listing:
+    def listing(self, signature: bytes) -> SignedFiles:
         """Verify model.sig, and return what it lists. May raise anything."""
         if "public_key" in self.how:
             return listed_by_key(signature, self.how["public_key"])
@@ -248,7 +248,7 @@ def prove_statement(store: Store, policy: Policy, content: Callable[[bytes], str
     raise _unproven(store, policy, reasons)
 
 
-def _listings(signature: bytes, signers: Iterable[Signer], reasons: list[str]) -> Iterator[tuple[Signer, Listing]]:
+def _listings(signature: bytes, signers: Iterable[Signer], reasons: list[str]) -> Iterator[tuple[Signer, SignedFiles]]:
     """Yield each signer whose signature it is, and what it lists; add to the reasons why it is not of the others."""
     for signer in signers:
         try:

@@ -17,7 +17,7 @@ from cryptography.x509.oid import ExtendedKeyUsageOID, NameOID
 from support import prestarted
 from support.signing import Keys, make_keys
 
-from relayout.checkpoint.bundle import Listing, listed_by_certificates, listed_by_key
+from relayout.checkpoint.bundle import SignedFiles, listed_by_certificates, listed_by_key
 from relayout.errors import FormatError
 
 package = pytest.importorskip("model_signing", reason="model-signing is not installed")
@@ -72,7 +72,7 @@ def stock(model: Path, signature: bytes, *, key: Path | None = None, root: Path 
     return True
 
 
-def accepted(listed: Callable[[], Listing]) -> bool:
+def accepted(listed: Callable[[], SignedFiles]) -> bool:
     try:
         listed()
     except FormatError:
@@ -103,7 +103,7 @@ def test_a_signature_of_the_package_lists_the_digest_of_each_file(
     private, public = pem(ec.generate_private_key(curve), tmp_path, "one")
     _, other = pem(ec.generate_private_key(curve), tmp_path, "other")
     signature = stock_signature(model, private)
-    assert listed_by_key(signature, str(public)) == Listing("model", digests_of(model))
+    assert listed_by_key(signature, str(public)) == SignedFiles("model", digests_of(model))
     with pytest.raises(FormatError, match="another key signed it"):
         listed_by_key(signature, str(other))
     bundle = json.loads(signature)
@@ -291,7 +291,7 @@ def test_a_chain_is_followed_and_a_certificate_is_not_its_neighbor(model: Path, 
     (tmp_path / "leaf.crt").write_bytes(below.issue("leaf", key.public_key(), usage=True))
     signature = stock_signature(model, private, tmp_path / "leaf.crt", (tmp_path / "below.crt",))
     assert stock(model, signature, root=root.root)
-    assert listed_by_certificates(signature, [root.root]) == Listing("model", digests_of(model))
+    assert listed_by_certificates(signature, [root.root]) == SignedFiles("model", digests_of(model))
     for chain, says in (
         ((), "it has no certificate"),
         ((0,), "leads to none of the roots"),

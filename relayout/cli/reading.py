@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import json
+import re
 from dataclasses import replace
+from enum import Enum
 from functools import partial
 from typing import Annotated
 
@@ -24,6 +27,7 @@ from relayout.cli.command import (
     examples,
     output,
 )
+from relayout.errors import PlanError
 
 commands = typer.Typer()
 
@@ -109,14 +113,39 @@ def verify(
             raise typer.Exit(EXIT_DIFFERENCE)
 
 
+class FilesFormat(Enum):
+    """What `files` prints."""
+
+    NAMES = "names"
+    CSI = "csi"
+
+
+def gitignore_pattern(name: str) -> str:
+    """The pattern of .gitignore that matches a file name and nothing else (gitignore(5))."""
+    escaped = re.sub(r"([\\*?\[\] ])", r"\\\1", name)
+    return f"\\{escaped}" if escaped.startswith(("!", "#")) else escaped
+
+
 @commands.command(
     rich_help_panel="Distribute",
-    epilog=examples("files llama-3.1-8b-tp8 --ranks 0-3", "files llama-3.1-8b-tp8 --ranks 0-3 > names.txt"),
+    epilog=examples(
+        "files llama-3.1-8b-tp8 --ranks 0-3",
+        "files llama-3.1-8b-tp8 --ranks 0-3 > names.txt",
+        "files oci://registry.example.com/llama:tp8 --ranks 0-3 --format csi",
+    ),
 )
 def files(
     path: ConvertedArgument,
     ranks: RanksOption = None,
     null: Annotated[bool, typer.Option("--null", "-0", help="End each name with NUL instead of a line end.")] = False,
+    form: Annotated[
+        FilesFormat,
+        typer.Option(
+            "--format",
+            help="names: one a line. csi: the value of exclude-file-patterns of ModelPack's CSI driver, which then"
+            " pulls these files.",
+        ),
+    ] = FilesFormat.NAMES,
     quiet: QuietOption = False,
     verbose: VerboseOption = False,
     as_json: JsonOption = False,
@@ -127,9 +156,14 @@ def files(
     takes it for an option.
     """
     with output(quiet, verbose, as_json) as out:
+        if null and form is FilesFormat.CSI:
+            raise PlanError("--null ends names, and --format csi prints patterns: give one of both", code="option")
         needed = relayout.files(path, ranks=ranks)
         names = (f"./{file.name}" if file.name.startswith("-") else file.name for file in needed.files)
-        out.print("".join(f"{name}{chr(0) if null else chr(10)}" for name in names), needed.as_json())
+        text = "".join(f"{name}{chr(0) if null else chr(10)}" for name in names)
+        if form is FilesFormat.CSI:
+            text = json.dumps([gitignore_pattern(name) for name in needed.unneeded]) + "\n"
+        out.print(text, needed.as_json())
 
 
 @commands.command(

@@ -296,6 +296,8 @@ _NEXT = {
     "either": "the folder agrees with its own digests; without --ranks, verify tells whether it or the source is wrong",
     "side files": "the weights are equal: only these small files of the source are missing or have changed; the folder"
     " has those of the conversion",
+    "ranks": "only the files of the other ranks were copied here, which are intact: verify --ranks checks those alone;"
+    " relayout copy --ranks makes a folder that lists no others",
     "others": "the folder's own files are intact: move the others away",
 }
 """What to do, by what is wrong."""

@@ -86,6 +86,8 @@ class NeededFiles(Result):
     """Bytes of all these files."""
     files: tuple[NeededFile, ...]
     """relayout.json last, so that a copy in this order is complete when it has that."""
+    unneeded: tuple[str, ...]
+    """Names of the other files of the folder's records: those of other ranks."""
 
 
 @dataclass(frozen=True, slots=True, repr=False)
@@ -145,12 +147,14 @@ def files(path: str | os.PathLike[str], *, ranks: Ranks = None) -> NeededFiles:
     folder = find_input(path)
     blob, manifest, kept = _kept(folder, ranks)
     weights = {file.name: file.nbytes for file in kept.files}
+    record = read_record(folder, manifest)
     signature = [] if find_signature(folder, blob) is None else [SIGNATURE_NAME]
-    others = names_of(kept, read_record(folder, manifest)).union(signature) - weights.keys()
+    others = names_of(kept, record).union(signature) - weights.keys()
     sizes = weights | sizes_of(folder, others)
     in_order = sorted(sizes, key=lambda name: (name == MANIFEST_NAME, name))
     named = tuple(NeededFile(name, sizes[name]) for name in in_order)
-    return NeededFiles(str(path), manifest.num_ranks, kept.present, sum(sizes.values()), named)
+    unneeded = tuple(sorted(names_of(manifest, record) - sizes.keys()))
+    return NeededFiles(str(path), manifest.num_ranks, kept.present, sum(sizes.values()), named, unneeded)
 
 
 def copy(

@@ -17,6 +17,7 @@ from relayout.conversion.consistency import (
     Difference,
     FolderDigests,
     Verification,
+    absent_ranks,
     check_arenas,
     check_digests,
     check_holder,
@@ -33,12 +34,13 @@ from relayout.conversion.run import DEFAULT_MEMORY, DEFAULT_THREADS, num_readers
 from relayout.conversion.sidecar import digests_of_all, stored_conversion
 from relayout.conversion.steps import CopyPlan, TensorDigests, run_steps
 from relayout.core.arguments import ranks as parse_ranks
+from relayout.core.arguments import ranks_text
 from relayout.core.digests import PROOF_NBYTES
 from relayout.core.extents import Extent
 from relayout.core.slices import num_bytes
 from relayout.core.workers import each
 from relayout.errors import FormatError
-from relayout.format.index import CHUNKS_NAME, SIGNATURE_NAME, Manifest, RankTable, chunks_of
+from relayout.format.index import CHUNKS_NAME, MANIFEST_NAME, SIGNATURE_NAME, Manifest, RankTable, chunks_of
 from relayout.format.source_record import SourceRecord
 from relayout.reporting import Progress, reporting
 from relayout.storage.reading import HashedFile, hash_files, sha256_hex
@@ -65,7 +67,8 @@ def verify(
     Args:
         path: the converted folder.
         source: the source checkpoint; every slice is cut from it again and compared.
-        ranks: only these, such as range(4) or "0-3", whose files must be there; None: all that the folder has.
+        ranks: only these, such as range(4) or "0-3", whose files must be there; None: all that the folder has. If there
+            is no file of some, that is one difference, and the others are checked.
         trust: whose signature is wanted, as for `load`; then all that is signed is compared, and nothing else may be
             there, as `model_signing verify` has it. Reads the files again.
         threads: threads that read and hash.
@@ -90,13 +93,18 @@ def verify(
     folder, policy = find_input(path), policy_of(trust)
     signed = None if policy is None else prove(folder, policy)
     manifest = read_manifest(folder) if signed is None else signed.manifest
-    wanted = manifest.present if ranks is None else parse_ranks(ranks, manifest.num_ranks)
+    absent = absent_ranks(folder, manifest) if ranks is None else ()
+    here = tuple(rank for rank in manifest.present if rank not in absent)
+    wanted = here if ranks is None else parse_ranks(ranks, manifest.num_ranks)
     check_present(folder, manifest, wanted)
     holders = [holder for holder in manifest.holders if holder in wanted or holder == manifest.num_ranks]
     signer = None if signed is None else signed.signer
     has_signature = signed is not None or folder.stat(SIGNATURE_NAME) is not None
     report = Verification(manifest.num_ranks, wanted, signer=signer, has_signature=has_signature)
     found = report.differences
+    if absent:
+        what = f"lists ranks {ranks_text(manifest.present)}, but there is no file of {ranks_text(absent)}"
+        found.append(difference(MANIFEST_NAME, what, culprit="ranks"))
     record, usable, digests = _check_small_files(folder, manifest, holders, found)
     report.num_tensors = sum(len(table.names) for table in usable.values())
     original = None if source is None else read_source(find_input(source))
@@ -115,7 +123,7 @@ def verify(
             needed = {file.name for holder in holders for file in manifest.holder_files(holder)}
             found += _check_signed(folder, signed, needed, {each.file for each in found}, num_readers)
         # After errors the layout cannot be trusted: skip the comparison.
-        if is_cut_again and record is not None and report.ok:
+        if is_cut_again and record is not None and report.culprit in (None, "ranks"):
             report_nbytes.begin("comparing with the source" if original is not None else "comparing the copies")
             compared = _Compared(folder, manifest.only(wanted), usable, digests, record, original)
             found += compared.differences(threads, chunk_nbytes, report_nbytes.after(hash_nbytes))

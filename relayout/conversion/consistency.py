@@ -6,6 +6,7 @@ Reads no weights. FORMAT.md says for each fact which copy counts. A check yields
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from itertools import pairwise, takewhile
 from typing import Any, Literal, TypeAlias
@@ -44,10 +45,10 @@ from relayout.storage.stores import Store, nowhere
 _OTHER = "is not part of this conversion"
 _ANY_LENGTH = -1
 """Stands in place of the length of a file of which only the digest is recorded."""
-Culprit: TypeAlias = Literal["folder", "source", "either", "side files", "others"]
+Culprit: TypeAlias = Literal["folder", "source", "either", "side files", "ranks", "others"]
 """What is wrong: the converted folder; the source that was named, while the folder agrees with its own digests and with
 its record of what it was converted from; one of the two, as too little was read to tell which; only the source's small
-files, while all slices are equal; or other files beside those of the folder."""
+files, while all slices are equal; ranks of which no file was copied; or other files beside those of the folder."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -97,7 +98,7 @@ class Verification(Result):
     def culprit(self) -> Culprit | None:
         """What is wrong; None if nothing is. One tensor that proves another source explains what could be either."""
         found = {difference.culprit for difference in self.differences}
-        order: tuple[Culprit, ...] = ("folder", "source", "either", "side files", "others")
+        order: tuple[Culprit, ...] = ("folder", "source", "either", "side files", "ranks", "others")
         return next((culprit for culprit in order if culprit in found), None)
 
     def as_json(self) -> dict[str, object]:
@@ -136,6 +137,25 @@ def check_small_file(folder: Store, expected: SideFile, what: str, culprit: Culp
             yield difference(expected.name, what, culprit=culprit)
 
     return _with_error(expected.name, check(), culprit)
+
+
+def absent_ranks(folder: Store, manifest: Manifest) -> tuple[int, ...]:
+    """The ranks of which no file is here, if there are files of others: a tool has copied those of some ranks.
+
+    Of a rank that has a file here, no other file is looked for.
+    """
+
+    def is_here(name: str) -> bool:
+        with suppress(FormatError):
+            return folder.stat(name) is not None
+        return True  # Something that is no file: whoever reads it says so.
+
+    def is_absent(rank: int) -> bool:
+        weights = [manifest.files[index].name for index in own_files(manifest, rank)]
+        return bool(weights) and not any(map(is_here, [*weights, manifest.holders[rank].table]))
+
+    absent = tuple(rank for rank in manifest.present if is_absent(rank))
+    return absent if len(absent) < len(manifest.present) else ()
 
 
 def own_files(manifest: Manifest, holder: int) -> list[int]:

@@ -6,6 +6,7 @@ import json
 import os
 import re
 import shutil
+import subprocess
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +17,7 @@ from support.downloads import SHARD, Downloads, downloads, rot
 from support.trees import tree
 
 import relayout
+from relayout.cli.reading import gitignore_pattern
 
 __all__ = ["downloads"]
 
@@ -164,3 +166,32 @@ def test_verify_names_file_tensor_and_bytes_of_one_flipped_bit(here: Run, conver
     assert found["ok"] is False
     [difference] = found["differences"]
     assert [difference[key] for key in ("file", "tensor", "start", "end")] == [file, name, start, end]
+
+
+def test_patterns_for_the_csi_driver_leave_out_what_other_ranks_need(run: Run, tmp_path: Path) -> None:
+    """The driver reads patterns as .gitignore does (modelpack/model-csi-driver, pkg/service/model.go). So does git."""
+    printed = run("files out --ranks 1 --format csi").stdout
+    folder = tmp_path / "repository"
+    subprocess.run(["git", "init", "-q", folder], check=True)
+    (folder / ".gitignore").write_text("".join(f"{pattern}\n" for pattern in json.loads(printed)))
+    names = sorted(file["name"] for file in one_object(run("files out --json"))["files"])
+    checked = subprocess.run(
+        ["git", "-C", folder, "check-ignore", "--stdin"], input="\n".join(names), capture_output=True, text=True
+    )
+    excluded = set(checked.stdout.split())
+    assert excluded
+    assert sorted(set(names) - excluded) == sorted(run("files out --ranks 1").stdout.split())
+
+
+@pytest.mark.parametrize("name", ["a*b?", "[x]", "!important", "#note", "back\\slash", "a b "])
+def test_a_pattern_matches_its_own_name_alone(name: str, tmp_path: Path) -> None:
+    subprocess.run(["git", "init", "-q", tmp_path], check=True)
+    (tmp_path / ".gitignore").write_text(f"{gitignore_pattern(name)}\n")
+    command = ["git", "-C", tmp_path, "check-ignore", "-z", "--stdin"]
+    others = [name, f"{name}x", "x", "axbx", "important", "note", "backslash"]
+    checked = subprocess.run(command, input="\0".join(others).encode(), capture_output=True)
+    assert checked.stdout.decode() == f"{name}\0"
+
+
+def test_patterns_and_nul_are_not_for_each_other(run: Run) -> None:
+    assert_refused(run("files out --null --format csi"), "give one of both")

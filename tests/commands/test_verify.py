@@ -52,6 +52,35 @@ def test_an_undisturbed_folder_is_verified_alone_and_against_its_source(pristine
         assert report.nbytes == sum(path.stat().st_size for path in pristine.glob("*.safetensors"))
 
 
+def test_a_folder_with_the_files_of_some_ranks_is_told_from_a_damaged_one(
+    folder: Path, llama: Path, tmp_path: Path
+) -> None:
+    for rank in (1, 3):
+        for path in folder.glob(f"*rank-{rank}*"):
+            path.unlink()
+    report = relayout.verify(folder, source=llama)
+    (found,) = report.differences
+    assert (found.file, found.culprit) == ("relayout.json", "ranks")
+    assert found.what == "lists ranks 0-3, but there is no file of 1,3"
+    assert (report.ok, report.ranks, report.culprit) == (False, (0, 2), "ranks")
+    assert report.compared_with_source, "the ranks that are here are checked as always"
+    assert relayout.verify(folder, ranks="0,2").ok
+    flip(folder / FILE, 5000)
+    assert relayout.verify(folder).culprit == "folder"
+
+
+def test_a_rank_that_lacks_one_of_its_files_is_damage(llama: Path, tmp_path: Path) -> None:
+    relayout.convert(llama, tmp_path / "out", tp=2, max_part_nbytes=20_000)
+    first, *others = sorted((tmp_path / "out").glob("model-rank-1-*"))
+    assert others
+    first.unlink()
+    report = relayout.verify(tmp_path / "out")
+    assert (report.culprit, report.ranks) == ("folder", (0, 1))
+    for path in (tmp_path / "out").glob("*rank-*"):
+        path.unlink()
+    assert relayout.verify(tmp_path / "out").culprit == "folder", "without any file of a rank, nothing is told apart"
+
+
 def test_a_rank_file_may_be_larger_than_the_memory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Of a sparse checkpoint, whose rank file is sparse as well."""
     if not sys.platform.startswith("linux"):

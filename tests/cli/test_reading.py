@@ -168,19 +168,19 @@ def test_verify_names_file_tensor_and_bytes_of_one_flipped_bit(here: Run, conver
     assert [difference[key] for key in ("file", "tensor", "start", "end")] == [file, name, start, end]
 
 
-def test_patterns_for_the_csi_driver_leave_out_what_other_ranks_need(run: Run, tmp_path: Path) -> None:
+def test_patterns_for_the_csi_driver_leave_out_what_other_ranks_need(converted: Path, tmp_path: Path) -> None:
     """The driver reads patterns as .gitignore does (modelpack/model-csi-driver, pkg/service/model.go). So does git."""
-    printed = run("files out --ranks 1 --format csi").stdout
+    printed = run("files", "out", "--ranks", "1", "--format", "csi", cwd=converted).stdout
     folder = tmp_path / "repository"
     subprocess.run(["git", "init", "-q", folder], check=True)
     (folder / ".gitignore").write_text("".join(f"{pattern}\n" for pattern in json.loads(printed)))
-    names = sorted(file["name"] for file in one_object(run("files out --json"))["files"])
+    names = sorted(file["name"] for file in one_object(run("files", "out", "--json", cwd=converted))["files"])
     checked = subprocess.run(
         ["git", "-C", folder, "check-ignore", "--stdin"], input="\n".join(names), capture_output=True, text=True
     )
     excluded = set(checked.stdout.split())
     assert excluded
-    assert sorted(set(names) - excluded) == sorted(run("files out --ranks 1").stdout.split())
+    assert sorted(set(names) - excluded) == sorted(run("files", "out", "--ranks", "1", cwd=converted).stdout.split())
 
 
 @pytest.mark.parametrize("name", ["a*b?", "[x]", "!important", "#note", "back\\slash", "a b "])
@@ -193,5 +193,5 @@ def test_a_pattern_matches_its_own_name_alone(name: str, tmp_path: Path) -> None
     assert checked.stdout.decode() == f"{name}\0"
 
 
-def test_patterns_and_nul_are_not_for_each_other(run: Run) -> None:
-    assert_refused(run("files out --null --format csi"), "give one of both")
+def test_patterns_and_nul_are_not_for_each_other(here: Run, work: Path) -> None:
+    assert_refused(here, work, ["files", "out", "--null", "--format", "csi"], "give one of both")

@@ -1,12 +1,14 @@
 """Copies of a remote converted checkpoint: its files are fetched when they are first used, and read on the drive.
 
 The entry of a cache is a converted checkpoint of the ranks that were loaded. Every byte of a weight file is compared
-with the digest of its chunk before the file gets its name.
+with the digest of its chunk before the file gets its name. Bytes that another entry has, such as an older version of
+the model, are read from there instead of from the remote store.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from contextlib import nullcontext, suppress
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -18,15 +20,17 @@ from relayout.checkpoint.converted import (
     check_file,
     check_head,
     digests_of_small,
+    find_manifest,
     proof_of,
     read_small,
     sizes_of_packed,
 )
+from relayout.checkpoint.reuse import Contents, Reuse
 from relayout.core.digests import digest_hex
 from relayout.core.extents import Extent, split
 from relayout.core.workers import Workers
 from relayout.errors import FormatError
-from relayout.format.index import MANIFEST_NAME, Manifest
+from relayout.format.index import DIGESTS_NAME, MANIFEST_NAME, Manifest
 from relayout.format.manifest import MAX_RECORD_NBYTES
 from relayout.reporting import Progress, reporting
 from relayout.storage.local.descriptors import OpenFolder
@@ -63,6 +67,8 @@ class CopyingStore(ReadOnlyStore):
     cost: ClassVar[RequestCost] = LOCAL_COST
 
     remote: Store
+    cache: Cache
+    """The cache. Its other entries may have bytes of the same model."""
     entry: HeldEntry
     """The entry that has the copies. It is not removed while this object lives."""
     manifest: Manifest
@@ -146,21 +152,45 @@ class CopyingStore(ReadOnlyStore):
         if not missing:
             return
         self.entry.was_filled = True
-        files = self.manifest.files
-        with reporting(progress, "fetching", sum(files[index].nbytes for index in missing)) as report:
+        files, total = self.manifest.files, sum(self.manifest.files[index].nbytes for index in missing)
+        with reporting(progress, "fetching", total) as report, self._find_reuse(missing) or nullcontext() as reuse:
             done = 0
             for index in missing:
-                file, write = files[index], partial(self._write, index, report.after(done))
+                file, write = files[index], partial(self._write, index, reuse, report.after(done))
                 self.entry.keep(file.name, write, file.nbytes, limit_seconds=_LIMIT_SECONDS)
                 done += file.nbytes
             report(done)
 
-    def _write(self, index: int, on_progress: Callable[[int], None], name: str) -> None:
+    def _find_reuse(self, missing: Collection[int]) -> Reuse | None:
+        """Return what reads bytes of missing files from another entry; None if there is no such entry."""
+        if (older := self._find_older()) is None:
+            return None
+        holders = self.manifest.holders.items()
+        ranks = [one for one, entry in holders if not set(entry.files).isdisjoint(missing)]
+        return Reuse(Contents.read(self, self.manifest, ranks), *older)
+
+    def _find_older(self) -> tuple[Store, Contents] | None:
+        """Return the entry of the same model type that was used last, and its index.
+
+        It may be removed, or changed, at any time: what it lacks then is fetched.
+        """
+        for folder in self.cache.others(self.entry):
+            with suppress(FormatError, OSError):
+                older = LocalStore(folder)
+                manifest = find_manifest(older)
+                if manifest is not None and manifest.model_type == self.manifest.model_type:
+                    holders = manifest.holders.items()
+                    there = [one for one, entry in holders if older.stat(entry.table) is not None]
+                    return older, Contents.read(older, manifest, there)
+        return None
+
+    def _write(self, index: int, reuse: Reuse | None, on_progress: Callable[[int], None], name: str) -> None:
         """Write a weight file to the drive under this name, by several requests at a time, and prove its bytes."""
         file = self.manifest.files[index]
         where = self.remote.location(file.name)
-        # The digests are kept, too: the entry can be verified as any other folder.
+        # The digests are kept, too: the entry can be verified as any other folder, and reused by another version.
         proof = proof_of(self, self.manifest, index)
+        self._fetch(DIGESTS_NAME)
         piece_nbytes = max(_REQUEST_NBYTES // proof.chunk_nbytes, 1) * proof.chunk_nbytes
         body = Extent(proof.data_start, file.nbytes - proof.data_start)
         with (
@@ -174,13 +204,19 @@ class CopyingStore(ReadOnlyStore):
             check_head(head, proof.tensors_digest, proof.data_start, where)
             output.write(0, head)
 
-            def fetch(buffer: Buffer, piece: Extent) -> int:
-                view = buffer.reserve(piece.nbytes)
-                source.read(piece.offset, view)
+            def read(extent: Extent, view: memoryview) -> None:
+                opened.read(extent.offset, view)
+
+            def fetch(buffers: tuple[Buffer, Buffer], piece: Extent) -> int:
+                view = buffers[0].reserve(piece.nbytes)
+                left = [piece] if reuse is None else reuse.fill_chunks(index, piece, view, buffers[1], read)
+                for extent in left:
+                    source.read(extent.offset, view[extent.offset - piece.offset :][: extent.nbytes])
                 output.write(piece.offset, view)
                 return piece.nbytes
 
-            Workers(self.threads, list(split(body, piece_nbytes)), Buffer, fetch).run(on_progress)
+            pieces = list(split(body, piece_nbytes))
+            Workers(self.threads, pieces, lambda: (Buffer(), Buffer()), fetch).run(on_progress)
 
 
 def copied(remote: Store, manifest: Manifest, blob: bytes, cache: Cache, threads: int) -> CopyingStore:
@@ -194,7 +230,7 @@ def copied(remote: Store, manifest: Manifest, blob: bytes, cache: Cache, threads
     entry.keep_small(MANIFEST_NAME, lambda: blob)
     entry.describe(str(remote), manifest.num_ranks)
     weights = {file.name: index for index, file in enumerate(manifest.files)}
-    return CopyingStore(remote, entry, manifest, weights, threads)
+    return CopyingStore(remote, cache, entry, manifest, weights, threads)
 
 
 def _forget_damaged(entry: HeldEntry, manifest: Manifest, blob: bytes) -> None:

@@ -226,6 +226,11 @@ class Cache:
             return []
         return [_described(entry) for entry in sorted(self._entries(self._own()), key=_last_use)]
 
+    def others(self, held: HeldEntry) -> list[Path]:
+        """Return the folders of all other entries, the most recently used first. They may be removed at any time."""
+        own = self._own()
+        return [entry for entry in sorted(self._entries(own), key=_last_use, reverse=True) if entry != held.folder]
+
     def remove(self, name: str) -> bool:
         """Remove an entry, unless a process holds it; return whether it is gone. PlanError: there is no such entry."""
         own = self._own()

@@ -35,7 +35,7 @@ from relayout.core.digests import DIGEST_NBYTES, PROOF_NBYTES, proof_hex
 from relayout.core.extents import Extent, Grid
 from relayout.core.slices import Slice
 from relayout.errors import FormatError
-from relayout.format.index import Manifest, RankTable, TensorKind
+from relayout.format.index import Manifest, RankTable, TensorKind, chunks_over
 from relayout.storage.reading import OpenFiles
 from relayout.storage.stores import Access, Closable, ReadableFile, Store
 from relayout.storage.system import Buffer
@@ -350,6 +350,25 @@ class Reuse(Closable):
         with self._lock:
             self.nbytes += sum(one.extent.nbytes for one in found)
         return True
+
+    def fill_chunks(
+        self, number: int, extent: Extent, view: memoryview, scratch: Buffer, rest: Callable[[Extent, memoryview], None]
+    ) -> list[Extent]:
+        """Fill memory with those of neighboring chunks that older files have bytes of; arguments as of `fill`.
+
+        Returns:
+            The chunks that are to be read from the source and proven by the caller, neighbors joined.
+        """
+        file, left = self._new.manifest.files[number], list[Extent]()
+        for _, chunk, part in chunks_over(extent, file.data_start, file.nbytes, self._new.manifest.chunk_nbytes):
+            inside = view[part.offset - extent.offset : part.end - extent.offset]
+            if chunk == part and self.fill(number, chunk, inside, scratch, rest):
+                continue
+            if left and left[-1].end == part.offset:
+                left[-1] = Extent(left[-1].offset, left[-1].nbytes + part.nbytes)
+            else:
+                left.append(part)
+        return left
 
     def _within(self, number: int, extent: Extent) -> list[Taken]:
         """Return the parts of an extent that the plan takes."""

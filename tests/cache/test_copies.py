@@ -16,11 +16,12 @@ from pathlib import Path
 
 import pytest
 import torch
+from safetensors.torch import load_file, save_file
 from support import s3_server
 from support.bits import flip
 from support.loader_fixtures import MIB, assert_equal, child, loader_threads, whole_tensors
 from support.patience import PATIENCE
-from support.remote import HEAD, URL, expect, files_of_rank
+from support.remote import HEAD, HEADER, URL, expect, files_of_rank
 from support.s3_server import Answer, Request, Server
 
 import relayout
@@ -75,7 +76,8 @@ def kept(cache: Path) -> set[str]:
 def test_what_was_fetched_is_kept_and_loaded_from_the_drive(server: Server, converted: Path, tmp_path: Path) -> None:
     cache = tmp_path / "cache"
     expect(relayout.load(URL, 1, cache=cache), converted)
-    names = {"relayout.json", "relayout.rank-1.json.zst", "relayout.chunks", *files_of_rank(converted, 1)}
+    small = {"relayout.json", "relayout.rank-1.json.zst", "relayout.chunks", "relayout.digests"}
+    names = {*small, *files_of_rank(converted, 1)}
     assert kept(cache) == names
     for name in names:
         assert (entry_of(cache) / name).read_bytes() == (converted / name).read_bytes()
@@ -330,6 +332,63 @@ def test_another_conversion_at_the_same_url_has_its_own_entry(
     found = relayout.load(URL, 3, cache=tmp_path / "cache")
     assert_equal(found, whole_tensors(tmp_path / "again", "model-rank-3-*"))
     assert len(entries_of(tmp_path / "cache")) == 2
+
+
+CHANGED = "model.layers.2.mlp.up_proj.weight"
+
+
+@pytest.fixture
+def tuned(server: Server, model: Path, tmp_path: Path) -> Path:
+    """The model with another tensor, converted alike; on the server, too."""
+    plain = Path(shutil.copytree(model, tmp_path / "plain"))
+    tensors = load_file(plain / "model.safetensors")
+    tensors[CHANGED] = -tensors[CHANGED]
+    save_file(tensors, plain / "model.safetensors", {"format": "pt"})
+    relayout.convert(plain, tmp_path / "tuned", tp=2, max_part_nbytes=MIB)
+    for file in (tmp_path / "tuned").iterdir():
+        server.put("models", f"tuned/{file.name}", file.read_bytes())
+    return tmp_path / "tuned"
+
+
+def test_what_another_version_in_the_cache_has_is_not_fetched(
+    server: Server, converted: Path, tuned: Path, tmp_path: Path
+) -> None:
+    cache, url = tmp_path / "cache", "s3://models/tuned"
+    relayout.load(URL, 1, cache=cache)
+    before = {path: path.read_bytes() for path in entry_of(cache).iterdir() if path.is_file()}
+    server.requests.clear()
+    expect(relayout.load(url, 1, cache=cache, verify=True), tuned)
+    sizes, changed = files_of_rank(tuned, 1), whole_tensors(tuned, "model-rank-1-*")[CHANGED]
+    fetched = sum(one.sent_nbytes for one in server.requests if one.key.endswith(".safetensors"))
+    assert changed.nbytes < fetched <= changed.nbytes + (HEADER + 2**16) * len(sizes) < sum(sizes.values()) // 3
+    assert {path: path.read_bytes() for path in before} == before
+    [new] = set(entries_of(cache)) - {path.parent for path in before}
+    assert all((new / name).read_bytes() == (tuned / name).read_bytes() for name in sizes)
+
+
+@pytest.mark.parametrize("fault", ["damaged", "replaced", "removed", "index"])
+def test_of_another_version_that_is_not_what_it_was_no_wrong_byte_is_kept(
+    server: Server, converted: Path, tuned: Path, tmp_path: Path, fault: str
+) -> None:
+    cache = tmp_path / "cache"
+    relayout.load(URL, 1, cache=cache)
+    for name in files_of_rank(converted, 1):
+        path = entry_of(cache) / name
+        if fault == "damaged":
+            path.write_bytes(bytes(byte ^ 0xFF for byte in path.read_bytes()))
+        elif fault == "index":
+            (entry_of(cache) / "relayout.digests").write_bytes(b"theirs")
+        else:
+            path.unlink()
+            if fault == "replaced":
+                path.symlink_to(tuned / name)
+    expect(relayout.load("s3://models/tuned", 1, cache=cache, verify=True), tuned)
+    new = max(entries_of(cache), key=lambda entry: (entry / "relayout.json").read_bytes() == _manifest(tuned))
+    assert all((new / name).read_bytes() == (tuned / name).read_bytes() for name in files_of_rank(tuned, 1))
+
+
+def _manifest(folder: Path) -> bytes:
+    return (folder / "relayout.json").read_bytes()
 
 
 @pytest.mark.parametrize("number", [errno.ENOSPC, errno.EDQUOT])

@@ -165,9 +165,9 @@ class CopyingStore(ReadOnlyStore):
         """Return what reads bytes of missing files from another entry; None if there is no such entry."""
         if (older := self._find_older()) is None:
             return None
-        holders = self.manifest.holders.items()
-        ranks = [one for one, entry in holders if not set(entry.files).isdisjoint(missing)]
-        return Reuse(Contents.read(self, self.manifest, ranks), *older)
+        every = self.manifest.holders.items()
+        holders = [one for one, entry in every if not set(entry.files).isdisjoint(missing)]
+        return Reuse(Contents.read(self, self.manifest, holders), *older)
 
     def _find_older(self) -> tuple[Store, Contents] | None:
         """Return the entry of the same model type that was used last, and its index.

@@ -55,7 +55,7 @@ class Taken:
     """A range of a new file whose bytes an older file is expected to contain."""
 
     extent: Extent
-    """In the new file."""
+    """The range of the new file."""
     file: int
     """Number of the older file in its manifest."""
     offset: int
@@ -80,16 +80,15 @@ class Contents:
 
     manifest: Manifest
     proofs: Mapping[int, bytes]
-    """By file number: the proofs of its chunks, as stored. Only these files are planned, or taken from."""
+    """The proofs of the chunks of each file, as stored, by file number. Only these files are planned, or taken from."""
     tables: Mapping[int, RankTable]
     """The table of each holder of these files."""
     digests: Mapping[int, bytes]
-    """By holder: the digests of its tensors, as stored."""
+    """The digests of the tensors of each holder, as stored."""
 
     @staticmethod
-    def read(folder: Store, manifest: Manifest, ranks: Collection[int]) -> Contents:
-        """Read the index of these ranks, and of whole tensors. FormatError: it is damaged."""
-        holders = [one for one in manifest.holders if one in ranks or one == manifest.num_ranks]
+    def read(folder: Store, manifest: Manifest, holders: Collection[int]) -> Contents:
+        """Read the index of the files of these holders. FormatError: it is damaged."""
         numbers = sorted({number for one in holders for number in manifest.holders[one].files})
         return Contents(
             manifest,
@@ -149,7 +148,10 @@ class _Slices:
 
 
 def _slices_in(contents: Contents) -> dict[int, _Slices]:
-    """Return the slices in each file, by file number. One holder counts: all that list a file have the same there."""
+    """Return the slices in each file, by file number. One holder counts: all that list a file have the same there.
+
+    A file of whole tensors has none, unless their table is among the contents.
+    """
     found: dict[int, _Slices] = {}
     manifest = contents.manifest
     for holder, table in contents.tables.items():
@@ -166,7 +168,7 @@ def _slices_in(contents: Contents) -> dict[int, _Slices]:
     return found
 
 
-class _Known:
+class _Older:
     """The pieces of all older files, found by digest and length."""
 
     def __init__(self, files: Mapping[int, _Pieces]) -> None:
@@ -201,8 +203,8 @@ def plan_reuse(new: Contents, old: Contents) -> dict[int, list[Taken]]:
     """
     slices, older_slices = _slices_in(new), _slices_in(old)
     same_grid = new.manifest.chunk_nbytes == old.manifest.chunk_nbytes
-    known_chunks = _Known({number: _chunks_in(old, number) for number in old.proofs} if same_grid else {})
-    known_slices = _Known({number: found.pieces for number, found in older_slices.items()})
+    known_chunks = _Older({number: _chunks_in(old, number) for number in old.proofs} if same_grid else {})
+    known_slices = _Older({number: found.pieces for number, found in older_slices.items()})
     taken: dict[int, list[Taken]] = {}
     left: list[tuple[int, int, Extent]] = []
     """New file, position of a slice in it, and bytes of it that no chunk or slice of an older file has."""
@@ -210,16 +212,17 @@ def plan_reuse(new: Contents, old: Contents) -> dict[int, list[Taken]]:
         file = new.manifest.files[number]
         body = Extent(file.data_start, file.nbytes - file.data_start)
         taken[number], _ = _equal(_chunks_in(new, number), known_chunks, [body])
-        others, unequal = _equal(slices[number].pieces, known_slices, _gaps(body, taken[number]))
-        taken[number] += others
-        left += [(number, *one) for one in unequal]
+        if number in slices:
+            others, unequal = _equal(slices[number].pieces, known_slices, _gaps(body, taken[number]))
+            taken[number] += others
+            left += [(number, *one) for one in unequal]
     wholes = _Wholes(older_slices, {slices[number].tensor(position)[0] for number, position, _ in left})
     for number, position, extent in left:
         taken[number] += wholes.find(slices[number], position, extent)
     return {number: [*_equal_head(new, number, old), *_worthwhile(new, number, taken[number])] for number in taken}
 
 
-def _equal(pieces: _Pieces, known: _Known, wanted: Iterable[Extent]) -> tuple[list[Taken], list[tuple[int, Extent]]]:
+def _equal(pieces: _Pieces, known: _Older, wanted: Iterable[Extent]) -> tuple[list[Taken], list[tuple[int, Extent]]]:
     """Divide wanted extents of a file into what older files have by digest, and the rest, by position of the piece."""
     places, taken, left = known.find(pieces), list[Taken](), list[tuple[int, Extent]]()
     for extent in wanted:

@@ -211,13 +211,13 @@ def _find_older(
     if reuse is not None:
         store = find_input(reuse).snapshot()
         manifest = read_manifest(store)
-        return store, Contents.read(store, manifest, manifest.present)
+        return store, Contents.read(store, manifest, manifest.holders)
     store = find_store(output)
     if not force or store.cost.is_remote:
         return None
     try:  # What is wrong with it is no error: it is to be replaced.
         found = find_manifest(store)
-        return None if found is None else (store, Contents.read(store, found, found.present))
+        return None if found is None else (store, Contents.read(store, found, found.holders))
     except (FormatError, OSError):
         return None
 
@@ -350,7 +350,7 @@ def copy_from(
         scratch=folder_text(scratch, "scratch"),
     )
     with place.begin(work) as made:
-        reuse = None if older is None else Reuse(Contents.read(source, manifest, kept.present), *older)
+        reuse = None if older is None else Reuse(Contents.read(source, manifest, kept.holders), *older)
         copying = _Copying(source, manifest, kept, made, reuse)
         others_nbytes = sum(side.nbytes for side in record.side_files) + len(blob)
         resumed_nbytes = copying.copy_parts(
@@ -425,7 +425,7 @@ class _Copying:
                 pieces = ((index, piece) for chunk in chunks for piece in split(chunk, piece_nbytes))
                 stop = Stop()
                 self._hashes = OrderedDigests(stop, new_proof)
-                Workers(threads, pieces, _Memory, self._copy, stop).run(report.after(done))
+                Workers(threads, pieces, _Buffers, self._copy, stop).run(report.after(done))
                 self._complete(index)
                 self._output.keep(_part_name(index), b"")
                 done += sizes[index]
@@ -439,7 +439,7 @@ class _Copying:
         file = self._files[index]
         return self._output.write(file.name, file.nbytes)
 
-    def _copy(self, memory: _Memory, item: tuple[int, Extent]) -> int:
+    def _copy(self, memory: _Buffers, item: tuple[int, Extent]) -> int:
         index, piece = item
         file = self._files[index]
         blocks = piece.aligned()  # As the output is written.
@@ -483,7 +483,7 @@ class _Copying:
         self._output.head(file.name, bytes(head), file.nbytes)
 
 
-class _Memory:
+class _Buffers:
     """Memory of one thread."""
 
     def __init__(self) -> None:

@@ -54,7 +54,7 @@ def folders(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def contents(folder: Path | str) -> Contents:
     store = find_store(str(folder))
     manifest = read_manifest(store)
-    return Contents.read(store, manifest, manifest.present)
+    return Contents.read(store, manifest, manifest.holders)
 
 
 def planned_nbytes(plan: Mapping[int, list[Taken]]) -> int:
@@ -133,6 +133,17 @@ def test_of_another_degree_or_layout_each_planned_range_has_the_same_bytes(
             plan = plan_reuse(contents(new), contents(old))
             assert wrong_nbytes(new, old, plan) == 0, (new, old)
             assert planned_nbytes(plan) > 0.2 * sum(file.nbytes for file in contents(new).manifest.files), (new, old)
+
+
+def test_without_the_table_of_whole_tensors_their_files_are_compared_by_chunks(conversions: Conversions) -> None:
+    """A cache has the tables of the ranks that were loaded."""
+    folder = conversions.whole("llama", 2)
+    store = find_store(str(folder))
+    manifest = read_manifest(store)
+    plan = plan_reuse(Contents.read(store, manifest, [0]), Contents.read(store, manifest, [0]))
+    assert manifest.shared <= plan.keys()
+    assert planned_nbytes(plan) == sum(manifest.files[number].nbytes for number in plan)
+    assert wrong_nbytes(folder, folder, plan) == 0
 
 
 def test_of_another_model_nothing_is_planned(conversions: Conversions) -> None:

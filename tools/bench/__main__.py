@@ -27,6 +27,7 @@ from bench import index as indexes
 from bench import load as loads
 from bench import memory as memories
 from bench import remote as remotes
+from bench import reuse as reuses
 from bench import slow as slows
 from bench.drive import machine, need_fio, total_nbytes
 from bench.peers import LOADERS
@@ -259,6 +260,24 @@ def index(folder: DirOption = None, out: OutOption = None) -> None:
         rows = indexes.measure(Path(scratch), (8, 16), (4 * 10**9, 2**29))
         _write(out, {"rows": rows}, Path(scratch))
     indexes.print_table(console, rows)
+
+
+@app.command()
+def reuse(
+    folder: DirOption = None,
+    runs: RunsOption = 3,
+    out: OutOption = None,
+    layers: Annotated[int, typer.Option(help="Layers of 25 MB, beside 67 MB of embedding and head.")] = 8,
+    rate: Annotated[float, typer.Option(help="Gbit/s of the link.")] = 1.0,
+) -> None:
+    """Copy new versions over a link with an older one there: bytes that cross it, and the time of a full copy."""
+    rows = []
+    with tempfile.TemporaryDirectory(prefix="relayout-bench-", dir=folder) as scratch:
+        about = {"tp": reuses.TP, "layers": layers, "gbit_per_s": rate, "runs": runs}
+        for row in reuses.measure(Path(scratch), layers, runs, rate * 1e9 / 8, progress.print):
+            rows.append(row)
+            _write(out, about | {"rows": rows}, Path(scratch))
+    reuses.print_table(console, rows)
 
 
 def _make_source(folder: Path, size: float) -> Path:

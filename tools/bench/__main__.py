@@ -28,6 +28,7 @@ from bench import load as loads
 from bench import memory as memories
 from bench import remote as remotes
 from bench import reuse as reuses
+from bench import rows as row_reads
 from bench import slow as slows
 from bench.drive import machine, need_fio, total_nbytes
 from bench.peers import LOADERS
@@ -278,6 +279,22 @@ def reuse(
             rows.append(row)
             _write(out, about | {"rows": rows}, Path(scratch))
     reuses.print_table(console, rows)
+
+
+@app.command()
+def rows(
+    folder: DirOption = None,
+    size: Annotated[float, typer.Option("--size", help="GB of the table.")] = 3.0,
+    runs: RunsOption = 5,
+    count: Annotated[int, typer.Option(help="Rows that each run reads, a multiple of 1024.")] = 64 * 1024,
+    out: OutOption = None,
+) -> None:
+    """Time reads of rows of a table by number beside a mapped file, and count what a start writes of it."""
+    with tempfile.TemporaryDirectory(prefix="relayout-bench-", dir=folder) as scratch:
+        converted = row_reads.make(Path(scratch), int(size * 1e9))
+        found = row_reads.measure(converted, count, runs, progress.print)
+        _write(out, {"batch": row_reads.BATCH, "depth": 64, "rows": found}, Path(scratch))
+    row_reads.print_table(console, found)
 
 
 def _make_source(folder: Path, size: float) -> Path:

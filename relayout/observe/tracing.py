@@ -43,6 +43,8 @@ NOTHING = -1
 _CPU = torch.device("cpu")
 _COPIES = frozenset({aten.copy_.default, aten.fill_.Tensor})
 """Operations that copy their second argument into the first one: `fill_` copies a tensor without axes."""
+_PADDING = frozenset({aten.cat.default, aten.constant_pad_nd.default})
+"""Operations that put elements beside others."""
 _MAX_RANGES = 2**16
 
 
@@ -66,7 +68,7 @@ class LoadRecorder:
         self._boxes: defaultdict[str, set[Box]] = defaultdict(set)
         self._touched: set[str] = set()
         self._joined: set[str] = set()
-        """Tensors that have been joined with others."""
+        """Tensors that have been joined with others, or padded, and only the padding has been copied."""
 
     def probe(self, name: str, shape: Sequence[int], dtype: torch.dtype) -> Probe:
         """A probe of a whole tensor, of another name than those before."""
@@ -79,8 +81,8 @@ class LoadRecorder:
         """What has been copied of a tensor.
 
         All, if only constants that have replaced its elements have been: the loader works on the tensor. No elements,
-        if none has been copied of what it has been joined to: the loader wants to see the tensor. `NOT_HELD`: the
-        loader has not used it.
+        if none has been copied of what it has been joined to, or only padding: the loader wants to see the tensor.
+        `NOT_HELD`: the loader has not used it.
         """
         if name in self._boxes:
             return slice_of(self._shapes[name], frozenset(self._boxes[name]))
@@ -149,7 +151,8 @@ class LoadRecorder:
         made = call_with(torch.Tensor, without_memory, func, args, {**kwargs, **on_meta})
         memory = probes[0].memory
         numbers = numbers.expand(made.shape).clone(memory_format=torch.contiguous_format)
-        return Probe.of(_ProbeMemory(memory.name, tuple(made.shape), made.dtype, self, numbers))
+        is_padded = func in _PADDING or memory.is_padded
+        return Probe.of(_ProbeMemory(memory.name, tuple(made.shape), made.dtype, self, numbers, is_padded))
 
     def _write(self, func: Any, args: Any, probes: Sequence[Probe]) -> Any:
         """An operation that writes to its first argument: to the numbers of that."""
@@ -157,6 +160,7 @@ class LoadRecorder:
         if not isinstance(target, Probe):
             _refuse(probes[0], name_of(func))
         memory = target.memory
+        memory.is_padded = False
         if memory.numbers is None:
             memory.numbers = self.numbers(Probe.of(memory))
         numbers = self.numbers(target)
@@ -177,14 +181,15 @@ class LoadRecorder:
 
     def _record(self, source: Probe) -> None:
         memory = source.memory
-        self._touched.add(memory.name)
         is_as_stored = memory.numbers is None and source.dtype.itemsize == memory.dtype.itemsize
         if is_as_stored and (box := box_of(memory.shape, geometry_of(source))) is not None:
+            self._touched.add(memory.name)
             self._boxes[memory.name].add(box)
             return
         # By the numbers of elements, ascending, which may be of several tensors.
         numbers = torch.unique(self.numbers(source))
         numbers = numbers[numbers != NOTHING]
+        (self._touched if numbers.numel() or not memory.is_padded else self._joined).add(memory.name)
         while numbers.numel():
             ends = ((name, self._firsts[name] + prod(shape)) for name, shape in self._shapes.items())
             name, end = next((name, end) for name, end in ends if int(numbers[0]) < end)
@@ -203,6 +208,8 @@ class _ProbeMemory:
     recorder: LoadRecorder
     numbers: torch.Tensor | None = None
     """The numbers of the elements, if they are not those of the tensor as it is stored."""
+    is_padded: bool = False
+    """Whether constants in it stand beside the elements of the tensor, and not in their place."""
 
 
 class Probe(torch.Tensor):

@@ -134,6 +134,9 @@ ROWS, TWO, OTHER = (Slice.along(0, ranges) for ranges in (((4, 8),), ((2, 4), (1
         (lambda model, w: model.weight[:0].copy_(w[16:]), Slice.along(0, ())),
         (lambda model, w: None, NOT_HELD),
         (lambda model, w: model.weight.copy_(w.zero_()[:8]), WHOLE),
+        (lambda model, w: model.weight.copy_(torch.cat([w, w.new_zeros(8, 6)])[16:]), Slice.along(0, ())),
+        (lambda model, w: model.weight.copy_(torch.cat([w, w.new_zeros(8, 6)]).float()[16:]), Slice.along(0, ())),
+        (lambda model, w: model.weight.copy_(torch.cat([w, w.new_zeros(8, 6)]).zero_()[16:]), WHOLE),
         (lambda model, w: [model.weight.copy_(w[4:12]), w.zero_()], ROWS),
     ],
 )  # fmt: skip

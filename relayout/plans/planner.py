@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
+from math import lcm
 from pathlib import Path
 from typing import Literal, get_args
 
@@ -346,7 +347,7 @@ class _CutKind:
         stack = int(self.is_stacked)
         shape = (*self.shape[:stack], weight.rows, weight.columns)
         with about(part=f"dim {dim} of a quantized weight {list(shape)}"):
-            cut = self._divide(dim, shape, sizes, num_ranks)
+            cut = self._divide(dim, shape, sizes, num_ranks, weight.values.block[dim - stack] if dim >= stack else 1)
             if dim < stack:
                 raise PlanError("a stack of quantized weights, whose entries no rule can divide", code="unsupported")
             may_split = self.is_expert and scheme.name in ("fp8", "gptq", "awq")
@@ -357,13 +358,17 @@ class _CutKind:
         own, ranges = carried
         return checked_cut(self.dtype, self.shape, tuple(Slice.along(own + stack, parts) for parts in ranges))
 
-    def _divide(self, dim: int, shape: tuple[int, ...], sizes: Sizes, num_ranks: int) -> list[tuple[Range, ...]]:
+    def _divide(
+        self, dim: int, shape: tuple[int, ...], sizes: Sizes, num_ranks: int, block: int = 1
+    ) -> list[tuple[Range, ...]]:
+        """Divide a dimension; `block` values share a scale, and a ragged cut does not separate them."""
         if dim >= len(shape):
             raise PlanError(f"the dimension does not exist, but rule {self.rule.pattern!r} cuts it", code="no_rule")
+        rule = replace(self.rule, block=lcm(self.rule.block, block))
         if self.in_table is None:
-            return divide(self.rule, shape[dim], sizes, num_ranks)
+            return divide(rule, shape[dim], sizes, num_ranks)
         before, num_rows = self.in_table
-        return [part_of(parts, before, shape[dim]) for parts in divide(self.rule, num_rows, sizes, num_ranks)]
+        return [part_of(parts, before, shape[dim]) for parts in divide(rule, num_rows, sizes, num_ranks)]
 
 
 class _CutKindFinder:

@@ -309,6 +309,17 @@ def test_a_tensor_that_the_rank_does_not_hold_is_read_when_it_is_wanted() -> Non
         assert torch.equal(torch.zeros(4, 6).copy_(case.tensor), case.whole)
 
 
+@pytest.mark.parametrize("axis", [0, 1])
+@pytest.mark.parametrize("rank", range(4))
+def test_a_loader_that_pads_the_last_ranks_with_zeros_reads_no_more_than_the_slice(axis: int, rank: int) -> None:
+    """So vLLM 0.33 loads shared experts with fewer blocks than ranks (`_pad_shared_expert_weight`)."""
+    case = make([6, 6], axis, [(2 * rank, 2)] if rank < 3 else [], strict=True)
+    zeros = [2 if along == axis else 6 for along in (0, 1)]
+    padded = torch.cat([case.tensor, case.tensor.new_zeros(zeros)], axis)
+    found = torch.ones(zeros).copy_(padded.narrow(axis, 2 * rank, 2))
+    assert torch.equal(found, torch.cat([case.whole, torch.zeros(zeros)], axis).narrow(axis, 2 * rank, 2))
+
+
 @pytest.mark.parametrize(("axis", "ranges"), [(0, ((2, 2),)), (1, ((4, 4),))])
 def test_pairs_of_a_packed_type_are_counted_along_the_last_axis_only(axis: int, ranges: Any) -> None:
     part = Slice.along(axis, ranges)

@@ -25,7 +25,6 @@ from support.models import as_integers, read_tensors
 from support.planning import make_source, try_plan
 from support.quantized import (
     EXPERT_QUANTIZED,
-    FP8_IN_BLOCKS,
     QUANTIZED,
     REFUSED_FORMS,
     Method,
@@ -69,7 +68,7 @@ def may_split_blocks(entry: Entry, method: Method) -> bool:
 
     So does vLLM 0.33 (`fused_moe/oracle/fp8.py`, `refine_fp8_moe_block_shape`).
     """
-    return method is FP8_IN_BLOCKS and ".experts." in entry.name
+    return "weight_block_size" in method.form.config and method.form.borders != (1, 32) and ".experts." in entry.name
 
 
 def fits(quantized: Quantized, num_ranks: int, *, owned: bool = False) -> bool:
@@ -100,7 +99,7 @@ def fitting(name: str) -> list[int]:
 
 def assert_same_numbers(entry: Entry, method: Method, whole: Tensors, held: list[Tensors], sizes: Sizes) -> None:
     numbers = method.numbers(module_of(entry, whole))
-    whole_scale = module_of(entry, whole).get("weight_scale_inv", torch.empty(0))
+    scale = next((name for name in ("weight_scale_inv", "scale") if name in module_of(entry, whole)), "")
     assert numbers.shape == entry.shape
     kind, dim = split_cut(entry.cut)
     for rank, wanted in enumerate(expected(entry.cut, numbers, len(held), sizes)):
@@ -108,7 +107,7 @@ def assert_same_numbers(entry: Entry, method: Method, whole: Tensors, held: list
         places = expected(kind, np.arange(entry.shape[dim]), len(held), sizes)[rank]
         unit = method.form.borders[dim]
         if may_split_blocks(entry, method) and not is_at_borders(places, unit, entry.shape[dim]):
-            assert stored["weight_scale_inv"].shape == whole_scale.shape
+            assert stored[scale].shape == module_of(entry, whole)[scale].shape
             # The rank's part at its place in a weight of zeros: that is where its scales are.
             at = torch.from_numpy(places)
             padded = torch.zeros(entry.shape, dtype=torch.uint8)

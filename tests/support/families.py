@@ -439,7 +439,7 @@ DEEPSEEK_V4_INDEXER = "attn.indexer.wq_b.weight IH*ID QL whole\nattn.indexer.wei
 DEEPSEEK_V4_MOE = (
     "ffn.gate.weight E H whole\n"
     + mlp("ffn.experts.{expert}.", "M", "w1 w3 w2")
-    + mlp("ffn.shared_experts.", "S", "w1 w3 w2")
+    + mlp("ffn.shared_experts.", "S", "w1 w3 w2").replace("even", "ragged:1")
 )  # fmt: skip
 DEEPSEEK_V4_TOP = "embed.weight V H vocabulary\nhead.weight V H vocabulary\nnorm.weight H whole\n"
 HC_HEAD = "hc_head_fn X X*H whole\nhc_head_base X whole\nhc_head_scale 1 whole\n"

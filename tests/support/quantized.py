@@ -62,8 +62,15 @@ class Quantized:
         return FAMILIES[self.family]
 
     def entries(self) -> list[Entry]:
-        """Its tensors, as if they were not quantized."""
-        return self.base.entries(self.all_sizes())
+        """Its tensors, as if they were not quantized. Ragged cuts do not separate what lies together."""
+        return list(map(self._in_blocks, self.base.entries(self.all_sizes())))
+
+    def _in_blocks(self, entry: Entry) -> Entry:
+        kind, _, axis = entry.cut.partition("@")
+        method = self.method_of(entry)
+        if kind != "ragged:1" or method is None:
+            return entry
+        return replace(entry, cut=f"ragged:{method.form.borders[int(axis or 0)]}@{axis or 0}")
 
 
 def write_quantized(quantized: Quantized, folder: Path) -> Path:

@@ -126,16 +126,9 @@ continue, ranks hold the whole, where vLLM takes a part of this dimension, or (w
 | architecture | dimension | tensors |
 |---|---|---|
 """
-    padded = set()
     for (name, what, dims), patterns in sorted(wrong.items()):
-        if name.startswith("form:") and what != "more":
-            padded.add(name)
-            continue
         assert what == "more", (name, what, patterns)
         text += "".join(f"| {name} | {dims.strip('[]')} | `{pattern}` |\n" for pattern in sorted(patterns))
-    if padded:
-        forms = ", ".join(sorted(padded))
-        text += f"\nWith more ranks than blocks of a shared expert, which plans refuse, vLLM fills it up: {forms}.\n"
     return text + f"\nObserved, and without a built-in plan: {', '.join(sorted(set(without)))}.\n"
 
 

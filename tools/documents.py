@@ -201,11 +201,19 @@ class _Compared:
         return _Compared(what, names, degrees, sum(load["parameters"] for _, _, load in done), different)
 
 
+_LOADS = {
+    "parameters": "forms of checkpoints",
+    "hub": "counts of the hub's models",
+    "observe": "plans that were observed",
+}
+"""The steps of `tools/run engines` that compare parameters, and what they load."""
+
+
 def _all_compared() -> Iterator[_Compared]:
     folder = _ROOT / "tools" / "results"
     results = _results("engines").values()
     for result in sorted(results, key=lambda one: _release(one["versions"])):
-        for part, what in (("parameters", "forms of checkpoints"), ("hub", "counts of the hub's models")):
+        for part, what in _LOADS.items():
             loads = result.get(part, {}).items()
             named = ((name.partition(",")[0], name.partition(", tp ")[2].split(",")[0], load) for name, load in loads)
             if loads:

@@ -586,7 +586,7 @@ DEEPSEEK_V4_CONFIG = {
     **{"rope_theta": 10000.0, "compress_rope_theta": 160000.0, "hidden_act": "silu", "tie_word_embeddings": False},
     **{"n_group": 1, "topk_group": 1, "num_nextn_predict_layers": 1, "intermediate_size": "{M}"},
     "rope_scaling": {
-        **{"type": "yarn", "rope_type": "yarn", "factor": 16, "original_max_position_embeddings": 65536},
+        **{"type": "yarn", "rope_type": "yarn", "factor": 16, "original_max_position_embeddings": 1024},
         **{"beta_fast": 32, "beta_slow": 1},
     },
 }
@@ -1182,14 +1182,14 @@ moe.down_proj.weight E H M even@2
 MIMO_FULL = """
 self_attn.q_proj.weight A*D H heads
 self_attn.k_proj.weight K*D H kv
-self_attn.v_proj.weight K*(D//2) H kv
-self_attn.o_proj.weight H A*(D//2) heads@1
+self_attn.v_proj.weight K*U H kv
+self_attn.o_proj.weight H A*U heads@1
 """
 MIMO_SLIDING = """
 self_attn.q_proj.weight A*D H heads
 self_attn.k_proj.weight 2*K*D H kv:2
-self_attn.v_proj.weight 2*K*(D//2) H kv:2
-self_attn.o_proj.weight H A*(D//2) heads@1
+self_attn.v_proj.weight 2*K*U H kv:2
+self_attn.o_proj.weight H A*U heads@1
 self_attn.attention_sink_bias A heads
 """
 LONGCAT_HALF = (
@@ -1371,7 +1371,9 @@ FAMILIES |= {
             },
             layer_types=["full_attention", "sliding_attention"], moe_layers_enum="1", moe_top_k=2, use_moe=True,
             moe_intermediate_size="{M}", share_expert_dim="{S}", use_head_wise_attn_gate=True, need_fp32_gate=True,
-            use_moe_router_bias=True, norm_expert_weight=True, rope_theta=10000.0, sliding_window=16,
+            use_moe_router_bias=True, norm_expert_weight=True, rope_theta=[10000.0] * 2, sliding_window=16,
+            moe_router_scaling_factor=3.0, moe_router_activation="sigmoid",
+            partial_rotary_factors=[0.5, 1.0], swiglu_limits=[0.0] * 2, swiglu_limits_shared=[0.0] * 2,
             architectures=["Step3p5ForCausalLM"],
         ),
         ONE_OF_EACH,
@@ -1383,13 +1385,13 @@ FAMILIES |= {
         + layers(MIMO_FULL + mlp(), FIRST)
         + layers(MIMO_SLIDING + ROUTER + CORRECTION + EXPERTS, REST),
         _sized(
-            "mimo_v2_flash", **HEAD_DIM, v_head_dim="{D//2}", n_routed_experts="{E}", hybrid_layer_pattern=[0, 1],
-            swa_num_attention_heads="{A}", swa_num_key_value_heads="{2*K}", swa_head_dim="{D}", swa_v_head_dim="{D//2}",
+            "mimo_v2_flash", **HEAD_DIM, v_head_dim="{U}", n_routed_experts="{E}", hybrid_layer_pattern=[0, 1],
+            swa_num_attention_heads="{A}", swa_num_key_value_heads="{2*K}", swa_head_dim="{D}", swa_v_head_dim="{U}",
             moe_layer_freq=[0, 1], layernorm_epsilon=1e-5, sliding_window_size=16, add_swa_attention_sink_bias=True,
             moe_intermediate_size="{M}", num_experts_per_tok=2, n_group=1, topk_group=1, topk_method="noaux_tc",
             scoring_func="sigmoid",
         ),
-        ONE_OF_EACH,
+        {**ONE_OF_EACH, "U": 8},
         author="hand",
         dtypes={"correction_bias|sink_bias": "F32"},
     ),
@@ -1399,7 +1401,8 @@ FAMILIES |= {
             "longcat_flash", **{**DEEPSEEK_CONFIG, "n_shared_experts": None, "first_k_dense_replace": None},
             ffn_hidden_size="{I}", expert_ffn_hidden_size="{M}", num_layers="{L}", zero_expert_num=4, moe_topk=2,
             qk_head_dim="{N+R}", head_dim="{R}", mla_scale_q_lora=True, mla_scale_kv_lora=True,
-            zero_expert_type="identity", num_hidden_layers="{2*L}",
+            zero_expert_type="identity", num_hidden_layers="{2*L}", rope_theta=1e7,
+            rope_scaling={"rope_type": "default", "rope_theta": 1e7},
         ),
         MLA_SIZES,
         author="hand",
@@ -1428,7 +1431,7 @@ FAMILIES |= {
             "dots3_note", **DEEPSEEK_CONFIG, swa_num_attention_heads="{2*A}", swa_num_key_value_heads="{2*A}",
             swa_q_lora_rank="{QL}", swa_kv_lora_rank="{KL}", swa_qk_nope_head_dim="{N}", swa_qk_rope_head_dim="{R}",
             swa_v_head_dim="{D}", swa_head_dim="{N+R}", index_head_dim=16, index_n_heads=4,
-            layer_types=["indexed_attention", "sliding_attention"],
+            layer_types=["full_attention", "sliding_attention"],
         ),
         MLA_SIZES,
         author="hand",
@@ -1438,7 +1441,14 @@ FAMILIES |= {
         BAILING
         + layers("attention.query_key_value.weight (A+2*K)*D H q|k|v\nattention.dense.weight H A*D heads@1")
         + layers("attention.query_layernorm.weight D whole\nattention.key_layernorm.weight D whole"),
-        _sized("bailing_moe_v2", **MOE, **HEAD_DIM, first_k_dense_replace=1),
+        _sized(
+            "bailing_moe_v2", **MOE, **HEAD_DIM, architectures=["BailingMoeV2ForCausalLM"], first_k_dense_replace=1,
+            num_shared_experts=1, score_function="sigmoid", moe_router_enable_expert_bias=True, use_qk_norm=True,
+            use_rmsnorm=True, n_group=1, topk_group=1, norm_topk_prob=True, routed_scaling_factor=2.5, use_bias=False, use_qkv_bias=False,
+            hidden_act="silu", rms_norm_eps=1e-6, partial_rotary_factor=0.5,
+            rope_parameters={"rope_type": "default", "rope_theta": 10000.0},
+            tie_word_embeddings=False, embedding_dropout=0.0, num_nextn_predict_layers=0,
+        ),
         ONE_OF_EACH,
         author="hand",
         dtypes={"expert_bias": "F32"},

@@ -44,6 +44,8 @@ class Quantized:
     """In the names of the weights that are stored so; empty: all linear layers."""
     of_experts: Method | None = None
     """How those of experts are stored, if in another way."""
+    config: Mapping[str, Any] = field(default_factory=dict)
+    """What config.json says beside `quantization_config`."""
 
     def method_of(self, entry: Entry) -> Method | None:
         """How a tensor is stored; None: as it is."""
@@ -90,8 +92,9 @@ def write_quantized(quantized: Quantized, folder: Path) -> Path:
             shape = (heads, 1, 1) if method.is_per_head else ()
             tensors[f"model.layers.{layer}.self_attn.{name}"] = torch.rand(shape) + 0.5
     sizes = quantized.all_sizes()
-    config = quantized.base.config(sizes)
-    if sizes["D"] * sizes["A"] != sizes["H"] and not config["model_type"].startswith(("deepseek", "kimi")):
+    config = {**quantized.base.config(sizes), **quantized.config}
+    has_head_dim = "head_dim" in config or config["model_type"].startswith(("deepseek", "kimi"))
+    if sizes["D"] * sizes["A"] != sizes["H"] and not has_head_dim:
         config = {**config, "head_dim": sizes["D"]}
     form = method.form
     if form.config_file == "config.json":
@@ -421,6 +424,17 @@ QUANTIZED: dict[str, Quantized] = {
     "fp8_blocks_moe": Quantized(FP8_IN_BLOCKS, "qwen3_moe", {"M": 768}),  # As Qwen3-30B-A3B has: 6 blocks.
     "fp8_blocks_deepseek": Quantized(FP8_IN_BLOCKS, "deepseek_v3", MLA_BLOCKS),
     "fp8_blocks_kimi": Quantized(FP8_IN_BLOCKS, "kimi_k2", {**MLA_BLOCKS, "A": 16}),
+    "fp8_blocks_longcat": Quantized(
+        of_experts_only(FP8_IN_BLOCKS, "model.layers.*.mlp.router.classifier", modules_to_not_convert=["lm_head"]),
+        "longcat_flash", {**MLA_BLOCKS, "L": 1, "QL": 256},
+    ),
+    "fp8_blocks_mimo": Quantized(  # As MiMo V2 Flash has: heads of 192 and 128 elements, and outputs in BF16.
+        of_experts_only(
+            FP8_IN_BLOCKS, "", ignored_layers=[f"model.layers.{layer}.self_attn.o_proj" for layer in (0, 1)]
+        ),
+        "mimo_v2", {"L": 2, "D": 192, "U": 128, "A": 8, "K": 8},
+        r"(q|k|v|gate|up|down)_proj\.weight$",
+    ),
     "fp8_blocks_compressed": Quantized(
         fp8_blocks(
             Form(
@@ -538,7 +552,7 @@ QUANTIZED: dict[str, Quantized] = {
         deepseek_v4_fp8(), "deepseek_v4", DEEPSEEK_V4, DEEPSEEK_V4_LAYERS, fp4_beside_fp8(DEEPSEEK_V4_FP8)
     ),
     "fp8_deepseek_v4": Quantized(
-        deepseek_v4_fp8("F32"), "deepseek_v4", DEEPSEEK_V4, DEEPSEEK_V4_LAYERS
+        deepseek_v4_fp8("F32"), "deepseek_v4", DEEPSEEK_V4, DEEPSEEK_V4_LAYERS, config={"expert_dtype": "fp8"}
     ),
     "fp8_nvfp4_deepseek_v4": Quantized(
         deepseek_v4_fp8(moe_quant_algo="NVFP4"), "deepseek_v4", DEEPSEEK_V4, DEEPSEEK_V4_LAYERS,

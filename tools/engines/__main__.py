@@ -22,6 +22,7 @@ from engines import coverage
 from engines.cases import (
     BGE_M3,
     DEGREES,
+    DEGREES_ON_DEVICES,
     FORMS,
     IN_TOKENSPEED,
     NOT_IN_SGLANG,
@@ -75,8 +76,15 @@ Step: TypeAlias = Callable[[Environment, Path, str], Iterator[tuple[str, Any]]]
 
 
 def compare_parameters(environment: Environment, work: Path, only: str) -> Iterator[tuple[str, Result]]:
-    """Each parameter of each rank, from the source and through relayout."""
-    yield from run_cases(environment, [case for case in all_cases() if fnmatch(case.name, only)], work)
+    """Each parameter of each rank, from the source and through relayout; what is refused, by the engine alone."""
+    cases = [case for case in all_cases() if fnmatch(case.name, only)]
+    refused: dict[str, Result] = {}
+    for name, outcome in run_cases(environment, cases, work):
+        if "refused" in outcome:
+            refused[name] = outcome
+        yield name, outcome
+    for case in (case for case in cases if case.is_on_device):
+        yield from with_engines_word(environment, case, refused, work)
 
 
 def compare_hub(environment: Environment, work: Path, only: str) -> Iterator[tuple[str, Result]]:
@@ -86,15 +94,22 @@ def compare_hub(environment: Environment, work: Path, only: str) -> Iterator[tup
         cases = all_of_hub[first : first + MODELS_AT_ONCE]
         outcomes = dict(run_cases(environment, cases, work, most=max(cases[0].degrees)))
         for case in cases:
-            tps = [tp for tp in case.degrees if "refused" in outcomes[f"{case.name}, tp {tp}"]]
-            job = {"name": case.name, "expert": case.expert, "source": str(source_of(case.family, work))}
-            jobs = [{**job, "tp": tp, "converted": ""} for tp in tps]
-            for result in run_batch(environment, jobs, work, comparing(environment, case.is_quantized)) if jobs else ():
-                outcome = outcomes[f"{case.name}, tp {result['tp']}"]
-                outcome["engine"] = kept(result, work).get("error", "loads it")
+            outcomes |= with_engines_word(environment, case, outcomes, work)
         yield from outcomes.items()
         for folder in (folder for case in cases for folder in work.glob(f"{case.family}-tp*")):
             shutil.rmtree(folder)
+
+
+def with_engines_word(
+    environment: Environment, case: Case, outcomes: Mapping[str, Result], work: Path
+) -> Iterator[tuple[str, Result]]:
+    """Of a case the outcomes that are refusals, each with what the engine's own load of the source says."""
+    tps = [tp for tp in case.degrees if "refused" in outcomes.get(f"{case.name}, tp {tp}", ())]
+    job = {"name": case.name, "expert": case.expert, "source": str(source_of(case.family, work)), "converted": ""}
+    jobs = [{**job, "tp": tp} for tp in tps]
+    for result in run_batch(environment, jobs, work, comparing(environment, case)) if jobs else ():
+        name = f"{case.name}, tp {result['tp']}"
+        yield name, {**outcomes[name], "engine": kept(result, work).get("error", "loads it")}
 
 
 def skip_tensors(environment: Environment, work: Path, only: str) -> Iterator[tuple[str, Result]]:
@@ -104,10 +119,15 @@ def skip_tensors(environment: Environment, work: Path, only: str) -> Iterator[tu
 
 
 def run_cases(
-    environment: Environment, cases: Sequence[Case], work: Path, *, module: str = "", most: int = 4
+    environment: Environment,
+    cases: Sequence[Case],
+    work: Path,
+    *,
+    module: str = "",
+    most: int = max(DEGREES_ON_DEVICES),
 ) -> Iterator[tuple[str, Result]]:
     """Each case at each degree up to `most`, by a module of `engines`."""
-    jobs: dict[bool, list[Result]] = {False: [], True: []}
+    jobs: dict[tuple[str, ...], list[Result]] = {}
     is_sglang, is_tokenspeed = (environment.engine == name for name in ("sglang", "tokenspeed"))
     for case in cases:
         is_vllms = case.draft or case.moe_backend != "auto" or case.settings or case.stages > 1
@@ -115,6 +135,7 @@ def run_cases(
             continue  # Draft models are built by workers, and kernels are not chosen here.
         if (is_sglang and case.family in NOT_IN_SGLANG) or (is_tokenspeed and case.family not in IN_TOKENSPEED):
             continue
+        command = tuple(comparing(environment, case, module))
         is_uncut = (is_sglang and case.family in WHOLE_IN_SGLANG) or (
             is_tokenspeed and case.family in WHOLE_IN_TOKENSPEED
         )
@@ -127,17 +148,17 @@ def run_cases(
             except relayout.PlanError as error:
                 yield f"{case.name}, tp {tp}", kept({"refused": str(error).removeprefix(f"{source}: ")}, work)
                 continue
-            jobs[case.is_quantized].append({**job, "source": str(source), "converted": str(converted)})
-    for is_quantized, mine in jobs.items():
-        command = comparing(environment, is_quantized, module)
+            jobs.setdefault(command, []).append({**job, "source": str(source), "converted": str(converted)})
+    for command, mine in jobs.items():
         for first in range(0, len(mine), BATCH):
-            for result in run_batch(environment, mine[first : first + BATCH], work, command):
+            for result in run_batch(environment, mine[first : first + BATCH], work, list(command)):
                 yield f"{result['name']}, tp {result['tp']}", kept(result, work)
 
 
-def comparing(environment: Environment, is_quantized: bool, module: str = "") -> list[str]:
-    """A module of `engines` that compares, by default the engine's, and its options."""
-    return [module or ENGINES[environment.engine].comparing, *["--stand-in-kernels"] * is_quantized]
+def comparing(environment: Environment, case: Case, module: str = "") -> list[str]:
+    """A module of `engines` that compares, by default the engine's, and its options for a case."""
+    options = ["--stand-in-devices"] if case.is_on_device else ["--stand-in-kernels"] * case.is_quantized
+    return [module or ENGINES[environment.engine].comparing, *options]
 
 
 def run_batch(environment: Environment, jobs: list[Result], work: Path, command: list[str]) -> Iterator[Result]:

@@ -8,10 +8,13 @@ import sys
 import traceback
 from collections.abc import Callable
 from dataclasses import asdict, dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import torch
+
+from engines.observing.forks import Report, Result, in_a_fork
 
 Tensors = dict[str, torch.Tensor]
 
@@ -65,13 +68,28 @@ def run_jobs(compare: Callable[[Job, dict[str, Any]], None]) -> None:
         compare: adds to what was found of a job.
     """
     for job in [Job(**fields) for fields in json.loads(Path(sys.argv[1]).read_text())]:
-        result = nothing_found()
-        try:
-            compare(job, result)
-        except Exception as error:
-            traceback.print_exc()
-            result["error"] = f"{type(error).__name__}: {error}".strip()[:500]
-        print("RESULT", json.dumps({**asdict(job), **result}), flush=True)
+        print("RESULT", json.dumps({**asdict(job), **_outcome(compare, job)}), flush=True)
+
+
+def _outcome(compare: Callable[[Job, dict[str, Any]], None], job: Job, _report: Report = lambda _: None) -> Result:
+    result = nothing_found()
+    try:
+        compare(job, result)
+    except Exception as error:
+        traceback.print_exc()
+        result["error"] = f"{type(error).__name__}: {error}".strip()[:500]
+    return result
+
+
+def in_forks(compare: Callable[[Job, dict[str, Any]], None], seconds: float) -> Callable[[Job, dict[str, Any]], None]:
+    """Return a comparison that runs in a fork for each job: stand-ins and classes of one are not seen by the next."""
+
+    def forked(job: Job, result: dict[str, Any]) -> None:
+        found = in_a_fork(partial(_outcome, compare, job), seconds)
+        # Of a process that has ended nobody knows whose load it was: it does not count as the engine's own.
+        result |= found if "parameters" in found else {**found, "own_load": True}
+
+    return forked
 
 
 def nothing_found() -> dict[str, Any]:

@@ -1,20 +1,26 @@
 """Runs in an environment that has SGLang: every parameter of every rank, by SGLang's own loader and through relayout.
 
-`sglang_classes JOBS.json [--stand-in-kernels]`: one process is all ranks, one after the other. Prints a line of JSON
-for each job. Without a GPU, and with SGLANG_USE_CPU_ENGINE unset, the weight loaders take their CUDA paths.
+`sglang_classes JOBS.json [--stand-in-kernels | --stand-in-devices]`: one process is all ranks, one after the other.
+Prints a line of JSON for each job. With --stand-in-devices, each job is a fork, with the stand-ins of an observation.
+Without a GPU, and with SGLANG_USE_CPU_ENGINE unset, the weight loaders take their CUDA paths.
 """
 
 from __future__ import annotations
 
 import json
+import sys
 from types import SimpleNamespace
 from typing import Any
 
 import torch
 
-from engines.comparing.jobs import Job, Reports, Tensors, held, note_differences, run_jobs
+from engines.comparing.jobs import Job, Reports, Tensors, held, in_forks, note_differences, run_jobs
 from relayout.engines.sglang import COMPUTED
+from relayout.observe import sglang
 from relayout.observe.sglang_stand_ins import stand_in_rotary
+
+TIMEOUT_S = 900
+"""For the ranks of one job."""
 
 
 def fake_rank(arguments: Any, rank: int) -> None:
@@ -63,6 +69,7 @@ def load(path: str, job: Job, rank: int, load_format: str) -> Tensors:
         dtype="bfloat16",
         disable_cuda_graph=True,
         skip_tokenizer_init=True,
+        trust_remote_code=True,
         model_loader_extra_config=extra,
     )
     fake_rank(arguments, rank)
@@ -90,11 +97,16 @@ def compare(job: Job, result: dict[str, Any]) -> None:
 
 
 def main() -> None:
-    stand_in_rotary()
+    is_on_device = "--stand-in-devices" in sys.argv
+    if is_on_device:
+        sglang.start()
+        torch.set_num_threads(1)  # A fork of a process with threads may wait for them forever.
+    else:
+        stand_in_rotary()
     from sglang.srt.plugins import load_plugins
 
     load_plugins()
-    run_jobs(compare)
+    run_jobs(in_forks(compare, TIMEOUT_S) if is_on_device else compare)
 
 
 if __name__ == "__main__":

@@ -1,21 +1,30 @@
 """Runs in an environment that has vLLM: every parameter of every rank, by vLLM's own loader and through relayout.
 
-`vllm_classes JOBS.json [--stand-in-kernels]`: one process is all ranks, one after the other: a stand-in takes the
-place of vLLM's groups of processes. Prints a line of JSON for each job.
+`vllm_classes JOBS.json [--stand-in-kernels | --stand-in-devices]`: one process is all ranks, one after the other: a
+stand-in takes the place of vLLM's groups of processes. Prints a line of JSON for each job. With --stand-in-devices,
+each job is a fork, with the stand-ins of an observation.
 """
 
 from __future__ import annotations
 
+import contextlib
+import json
 import sys
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import Any
 
 import torch
 
-from engines.comparing.jobs import Job, Tensors, held, note_differences, run_jobs
+from engines.comparing.jobs import Job, Tensors, held, in_forks, note_differences, run_jobs
 from relayout.engines.unwritten import Marks, unwritten
+from relayout.observe import vllm
+from relayout.observe.ranks import ObservationJob
 from relayout.observe.stand_ins import StandInGroup, Unpinned, fake_rank, stand_in_kernels, stand_in_tokenizers
 from relayout.observe.vllm import draft_config
+
+TIMEOUT_S = 900
+"""For the ranks of one job."""
 
 
 def configuration(job: Job, path: str, load_format: str, **extra: Any) -> Any:
@@ -101,7 +110,33 @@ def load_rank(job: Job, rank: int, config: Any, model_config: Any) -> tuple[Any,
     return load(config, model_config)
 
 
+def compare_on_device(job: Job, result: dict[str, Any]) -> None:
+    """Load every rank both ways, with the stand-ins for a GPU that an observation has."""
+    vllm.configuration(ObservationJob("vllm", job.source, [], job.tp, job.expert, trust_remote_code=True))
+    compare(job, result)
+
+
+def import_classes(configs: list[dict[str, Any]]) -> None:
+    """Import here, once, what each fork would import: that takes longer than to build and load a small model."""
+    from engines.observing.several_sizes import warm_up  # It needs this module.
+
+    vllm.start()
+    with TemporaryDirectory() as scratch:
+        warm_up("LlamaForCausalLM", Path(scratch, "warm"))
+    from vllm.model_executor.models.registry import ModelRegistry
+
+    for name in {name for config in configs for name in config["architectures"]}:
+        with contextlib.suppress(Exception):  # The job says why.
+            ModelRegistry.models[name].load_model_cls()
+
+
 def main() -> None:
+    if "--stand-in-devices" in sys.argv:
+        torch.set_num_threads(1)  # A fork of a process with threads may wait for them forever.
+        sources = {job["source"] for job in json.loads(Path(sys.argv[1]).read_text())}
+        import_classes([json.loads(Path(source, "config.json").read_text()) for source in sources])
+        run_jobs(in_forks(compare_on_device, TIMEOUT_S))
+        return
     if "--stand-in-kernels" in sys.argv:
         stand_in_kernels()
         from vllm.model_executor.layers.quantization.auto_awq import AutoAWQConfig

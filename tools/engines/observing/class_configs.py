@@ -683,8 +683,7 @@ def write(architecture: str, folder: Path, model_types: tuple[str, ...] = ()) ->
         config = _small_of(known[small.like](), small.values) if small.like else LLAMA
         config = {**config, "model_type": model_type}
     if model_type not in known or "auto_map" in small.config:
-        config["auto_map"] = _AUTO_MAP
-        (folder / "configuration_hub.py").write_text(small_models.CODE.format(model_type))
+        small_models.write_code(folder, config)
     config = small_models.merged({**config, "architectures": [architecture], "dtype": "bfloat16"}, small.config)
     (folder / "config.json").write_text(json.dumps(config, default=str))
     for name, content in small.files.items():

@@ -11,18 +11,16 @@ from __future__ import annotations
 import importlib
 import shutil
 import sys
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 
 import torch
 import transformers
-from support.checkpoints import write_family
-from support.families import FAMILIES
 from support.observed_slices import Checkpoint, Tensor, dump
-from support.quantized import QUANTIZED, write_quantized
+from support.quantized import write_quantized
 
-from engines.cases import complete_config
+from engines.cases import FORMS, complete_config, write_wide
 from engines.observing import registry, small_models, small_sizes
 from engines.observing.forks import Report, Result, write_results
 from relayout.checkpoint.source import read_source
@@ -54,17 +52,6 @@ SIZES = {
     "all KV heads": Size({"KV_HEADS": 8, "EXPERTS": 12, "VOCABULARY": 1056, "GROUPS": 8}, (2, 8)),
 }
 """Together they tell heads, KV heads, experts, vocabulary and what is divided evenly from each other."""
-
-
-_LATENT = {"KL": 64, "QL": 64, "N": 32, "R": 16, "B": 32, "M": 256, "S": 256}
-_WIDE: dict[str, dict[str, int]] = {
-    "kimi_k25": {**_LATENT, "VH": 256, "VA": 8, "VI": 512},
-    "kimi_linear": _LATENT,
-    "kimi_k3": {**_LATENT, "RH": 128, "VH": 192, "VI": 768, "VQ": 384},
-    "deepseek_v4": {"M": 256, "S": 256, "QL": 128},
-    "deepseek_v41": {"M": 256, "S": 256, "QL": 128, "VH": 128, "VA": 8, "VI": 256},
-}
-"""More sizes, which vLLM's classes can be built with at 16 ranks."""
 
 
 def main() -> None:
@@ -116,20 +103,12 @@ def make(name: str, numbers: dict[str, int], folder: Path) -> None:
     kind, _, family = name.partition(":")
     if kind == "family":
         write_wide(family, folder)
+        complete_config(folder / "config.json")
     elif kind == "form":
-        write_quantized(QUANTIZED[family], folder)
+        write_quantized(FORMS[family], folder)
         complete_config(folder / "config.json")
     else:
         small_models.write(name, folder)
-
-
-def write_wide(name: str, folder: Path) -> None:
-    """A checkpoint of families.py with 16 heads, and 4 KV heads where it has any."""
-    family = FAMILIES[name]
-    kv_heads = {8: 16, 1: 1}.get(family.sizes.get("K", 2), 4)
-    sizes = {"A": 16, "K": kv_heads, "H": 512, "D": 32, "E": 16, "G": 16, "W": 32}
-    write_family(replace(family, sizes={**family.sizes, **sizes, **_WIDE.get(name.removesuffix("_old"), {})}), folder)
-    complete_config(folder / "config.json")
 
 
 if __name__ == "__main__":

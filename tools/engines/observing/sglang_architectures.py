@@ -41,6 +41,7 @@ SGLANG: dict[str, Mapping[str, Mapping[str, Any]]] = {
     "GraniteMoeHybridForCausalLM": {},
     "HYV3ForCausalLM": {},
     "HYV4ForCausalLM": {},
+    "InklingForConditionalGeneration": {},
     "InternVLForConditionalGeneration": {},
     "KimiLinearForCausalLM": {},
     "Lfm2MoeForCausalLM": {},
@@ -66,7 +67,11 @@ SGLANG: dict[str, Mapping[str, Mapping[str, Any]]] = {
     "Step3p7ForConditionalGeneration": {
         "text_config": {
             **{"rope_theta": [1e4] * LAYERS, "partial_rotary_factors": [0.5] * LAYERS},
-            **{"swiglu_limits": [0.0] * LAYERS, "swiglu_limits_shared": [0.0] * LAYERS},
+            **{
+                "moe_router_scaling_factor": 1.0,
+                "swiglu_limits": [0.0] * LAYERS,
+                "swiglu_limits_shared": [0.0] * LAYERS,
+            },
         }
     },
 }

@@ -158,8 +158,7 @@ def write(architecture: str, folder: Path, values: Mapping[str, Any] = MappingPr
     if recipe.flat:
         top = {**top.pop("text_config"), **top}
     if recipe.code:
-        (folder / "configuration_hub.py").write_text(CODE.format(top["model_type"]))
-        top["auto_map"] = {"AutoConfig": "configuration_hub.HubConfig"}
+        write_code(folder, top)
     given = {key: value for key, value in values.items() if key in recipe.config}
     file.write_text(json.dumps(merged(top, {**recipe.config, **given})))
     for name, content in recipe.files.items():
@@ -170,6 +169,12 @@ def write(architecture: str, folder: Path, values: Mapping[str, Any] = MappingPr
     if recipe.folder:
         (folder / recipe.folder).mkdir()
         (folder / recipe.folder / "model.safetensors").symlink_to(folder / "model.safetensors")
+
+
+def write_code(folder: Path, config: dict[str, Any]) -> None:
+    """Write the Python that a checkpoint of the hub has for its configuration, and name it there."""
+    (folder / "configuration_hub.py").write_text(CODE.format(config["model_type"]))
+    config["auto_map"] = {"AutoConfig": "configuration_hub.HubConfig"}
 
 
 def supply(folder: Path, errors: Sequence[str]) -> bool:

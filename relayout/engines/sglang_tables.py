@@ -36,7 +36,7 @@ _ALLOCATE, _PREFETCHER = "allocate_ple_host_table", "make_ple_file_prefetcher"
 
 def is_in_file(model_config: Any) -> bool:
     """Whether SGLang is to keep tables of n-grams of a model in files."""
-    config = getattr(model_config, "hf_text_config", None)
+    config: Any = getattr(model_config, "hf_text_config", None)
     return bool(getattr(config, "ple_offload_embedding", False)) and config.ple_offload_backend == "file"
 
 
@@ -74,25 +74,28 @@ class MappedTables:
         from relayout.loader.sources.checkpoint import Asked
 
         rows = _ROWS.fullmatch(tag or "")
+        if rows is None:
+            return None
+        start, end = int(rows[1]), int(rows[2])
         try:
             source = Asked(path=self._path, rank=self._rank, tp=self._num_ranks).source()
             names = [name for name in source.columns().names if _SHARD.fullmatch(name)]
             found = []
             for pattern in dict.fromkeys(_SHARD.sub(r"\1#\2", name) for name in names):
                 with open_rows(self._path, self._rank, pattern, tp=self._num_ranks) as table:
-                    is_wanted = rows is not None and table.held == ((int(rows[1]), int(rows[2])),)
-                    if is_wanted and (int(rows[2]) - int(rows[1]), *table.shape[1:]) == shape and table.dtype == dtype:
+                    fits = (end - start, *table.shape[1:]) == shape and table.dtype == dtype
+                    if fits and table.held == ((start, end),):
                         found.append((pattern, _mapped(table, shape)))
         except (RelayoutError, OSError) as error:
             self._logger.warning("relayout: the table of n-grams is not mapped, SGLang makes it: %s", error)
             return None
-        if len(found) != 1 or found[0][1] is None:
+        pattern, mapped = found[0] if len(found) == 1 else ("", None)
+        if mapped is None:
             self._logger.info("relayout: %s has no single run of the table %s: SGLang makes it", self._path, tag)
             return None
-        [(pattern, mapped)] = found
         self.names |= {name for name in names if _SHARD.sub(r"\1#\2", name) == pattern}
-        what = "relayout: table of n-grams mapped from %s: %.3f GB, of which nothing is read or written yet"
-        self._logger.info(what, mapped._sglang_ple_file_path, mapped.nbytes / 1e9)
+        what = "relayout: table of n-grams mapped from %s: %.3f GB. Nothing of it has been read or written yet."
+        self._logger.info(what, vars(mapped)["_sglang_ple_file_path"], mapped.nbytes / 1e9)
         return mapped
 
 

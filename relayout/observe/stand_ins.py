@@ -105,7 +105,7 @@ def stand_in_inputs() -> None:
     vLLM makes the processor only to ask whether all kinds of inputs are switched off, which none is here. To be called
     before vLLM makes its configuration.
     """
-    config = getattr(_module("vllm.config.model"), "ModelConfig", None)
+    config: Any = getattr(_module("vllm.config.model"), "ModelConfig", None)
     if (asked := getattr(config, "_supports_multimodal_inputs", None)) is not None:
         config._supports_multimodal_inputs = _tried(asked, lambda self: self.is_multimodal_model, Exception)
 
@@ -139,10 +139,7 @@ def stand_in_devices() -> None:
     for name, module in list(sys.modules.items()):
         if name.startswith("vllm.models.") and hasattr(module, "is_flash_attn_varlen_func_available"):
             vars(module)["is_flash_attn_varlen_func_available"] = lambda: True
-    if (triton := getattr(_module("vllm.triton_utils"), "triton", None)) and not hasattr(triton, "set_allocator"):
-        triton.set_allocator = lambda allocate: None
-    if (language := getattr(_module("vllm.triton_utils"), "tl", None)) and not hasattr(language, "extra"):
-        language.extra = MagicMock()  # Kernels of Step 5 have names of functions in it.
+    _stand_in_triton()
     _replace("vllm.utils.torch_utils", "get_accelerator_view_from_cpu_tensor", lambda tensor: tensor)
     if experts := getattr(_module(f"{_LAYERS}.fused_moe.config"), "FusedMoEConfig", None):
         # The last of its checks is of the processor.
@@ -152,6 +149,15 @@ def stand_in_devices() -> None:
         attention.__init__ = _with_known(attention.__init__)
     if backend := getattr(cpu_attention, "CPUAttentionBackend", None):
         backend.supports_alibi_sqrt = classmethod(lambda cls: True)  # Step 1 wants it.
+
+
+def _stand_in_triton() -> None:
+    """Let vLLM's stand-in for Triton have what classes name when they are imported."""
+    utilities = _module("vllm.triton_utils")
+    if (triton := getattr(utilities, "triton", None)) and not hasattr(triton, "set_allocator"):
+        triton.set_allocator = lambda allocate: None
+    if (language := getattr(utilities, "tl", None)) and not hasattr(language, "extra"):
+        language.extra = MagicMock()  # Kernels of Step 5 have names of functions in it.
 
 
 def stand_in_classes(package: str) -> None:

@@ -33,8 +33,6 @@ WITHOUT_PLAN = {
 """Some rules are not known, or what the hub's models have was not observed, such as the untied head of Falcon Mamba."""
 
 
-
-
 def test_what_was_observed_is_of_many_architectures_and_degrees() -> None:
     degrees = {degree for checkpoints in OBSERVED.values() for one in checkpoints for degree in one.observed}
     assert degrees == {2, 4, 6, 8, 16}

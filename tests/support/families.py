@@ -1444,7 +1444,8 @@ FAMILIES |= {
         _sized(
             "bailing_moe_v2", **MOE, **HEAD_DIM, architectures=["BailingMoeV2ForCausalLM"], first_k_dense_replace=1,
             num_shared_experts=1, score_function="sigmoid", moe_router_enable_expert_bias=True, use_qk_norm=True,
-            use_rmsnorm=True, n_group=1, topk_group=1, norm_topk_prob=True, routed_scaling_factor=2.5, use_bias=False, use_qkv_bias=False,
+            use_rmsnorm=True, n_group=1, topk_group=1, norm_topk_prob=True, routed_scaling_factor=2.5, use_bias=False,
+            use_qkv_bias=False,
             hidden_act="silu", rms_norm_eps=1e-6, partial_rotary_factor=0.5,
             rope_parameters={"rope_type": "default", "rope_theta": 10000.0},
             tie_word_embeddings=False, embedding_dropout=0.0, num_nextn_predict_layers=0,

@@ -4,8 +4,8 @@ The table is stored as 64 shards and converted for two ranks. Each run is a fres
 random numbers, in batches. All of a run read the same rows, from the same file, and their digest is compared outside of
 the timed section.
 
-A start of SGLang with the table in a file writes all of it (`ple_offload_backend` "file", 0.5.23: `torch.from_file` of a
-sparse file, shared, and a copy of each shard); relayout's plugin maps the rank's run instead.
+A start of SGLang with the table in a file writes all of it (`ple_offload_backend` "file", 0.5.23: `torch.from_file` of
+a sparse file, shared, and a copy of each shard); relayout's plugin maps the rank's run instead.
 """
 
 from __future__ import annotations
@@ -133,10 +133,8 @@ def _read(name: str, converted: Path, num_rows: int) -> dict[str, Any]:
         before, cached = _memory(), _cached(path, offset, nbytes, resident_nbytes)
         for ids in wanted:
             began = time.perf_counter()
-            if name == READERS[0]:
-                found = table.rows(ids, out=out).view(torch.uint8).numpy()
-            else:
-                found = mapped[ids - start]
+            is_ours = name == READERS[0]
+            found = table.rows(ids, out=out).view(torch.uint8).numpy() if is_ours else mapped[ids - start]
             seconds += time.perf_counter() - began
             digest.update(found.tobytes())
             most = max(most, _memory() - before)

@@ -26,7 +26,9 @@ _RESULTS = Path(__file__).parents[1] / "results"
 
 ENGINES = {"vllm": "vLLM", "sglang": "SGLang"}
 _UNBUILDABLE = re.compile(
-    r"no package has a configuration|Unrecognized configuration class|No module named|cannot import name|ImportError|CUDA|GPU|cuda|[Tt]riton", re.ASCII
+    r"no package has a configuration|Unrecognized configuration class|No module named|cannot import name|ImportError"
+    r"|CUDA|GPU|cuda|[Tt]riton",
+    re.ASCII,
 )
 """In the error of an attempt to build a class: what no configuration would change."""
 

@@ -37,7 +37,7 @@ class Small:
     like: str = ""
     """The type whose class has such values, where no package has a class for the type itself."""
     names: tuple[tuple[str, str], ...] = ()
-    """Words of names of the hub, and of the engine's parameters, where the engine's code computes one from the other."""
+    """Words of names of the hub and of the engine's parameters, where the engine's code computes one from the other."""
     is_explicit: bool = False
     """True if config.json has the keys of `config` and those of a small Llama, and none of a class."""
 
@@ -170,10 +170,23 @@ _MOONDREAM3 = _hub(
     "moondream3",
     config={
         "text": {
-            **{"dim": H, "ff_dim": INNER, "n_layers": LAYERS, "vocab_size": VOCABULARY, "n_heads": HEADS, "n_kv_heads": HEADS},
+            **{
+                "dim": H,
+                "ff_dim": INNER,
+                "n_layers": LAYERS,
+                "vocab_size": VOCABULARY,
+                "n_heads": HEADS,
+                "n_kv_heads": HEADS,
+            },
             "moe": {"start_layer": 1, "n_experts": EXPERTS, "n_experts_per_tok": 2, "expert_inner_dim": INNER},
         },
-        "vision": {"enc_dim": H, "enc_n_layers": LAYERS, "enc_ff_dim": INNER, "enc_n_heads": HEADS, "proj_inner_dim": INNER},
+        "vision": {
+            "enc_dim": H,
+            "enc_n_layers": LAYERS,
+            "enc_ff_dim": INNER,
+            "enc_n_heads": HEADS,
+            "proj_inner_dim": INNER,
+        },
     },
 )
 _MOONDREAM3 = replace(
@@ -207,12 +220,13 @@ CONFIGS: dict[str, Small] = {
     ),
     "Step3TextForCausalLM": Small("step3_text", {"moe_layers_enum": "1,2,3"}),
     "BailingMoeV3VLForConditionalGeneration": Small(
-        "bailing_moe_v3_vl", {
+        "bailing_moe_v3_vl",
+        {
             "mrope_section": [4, 2, 2],
             "text_config": {
                 **{"layer_group_size": LAYERS, "layer_types": None, "layers_block_type": None, "no_kda_lora": True},
                 "rope_parameters": {"mrope_section": [4, 2, 2]},
-            }
+            },
         },
     ),
     "InternS1ProForConditionalGeneration": Small(
@@ -248,7 +262,14 @@ CONFIGS: dict[str, Small] = {
     "FireRedASR2ForConditionalGeneration": _hub(
         "fireredasr2",
         encoder_downsample_rate=2,
-        audio_encoder_conf={"idim": 80, "n_layers_enc": 4, "n_head": 8, "d_model": H, "kernel_size": 33, "pe_maxlen": 512},
+        audio_encoder_conf={
+            "idim": 80,
+            "n_layers_enc": 4,
+            "n_head": 8,
+            "d_model": H,
+            "kernel_size": 33,
+            "pe_maxlen": 512,
+        },
     ),
     "MoonshotKimiaForCausalLM": _hub("kimi_audio"),
     **dict.fromkeys(("HfMoondream", "Moondream3ForCausalLM"), _MOONDREAM3),
@@ -301,7 +322,6 @@ CONFIGS: dict[str, Small] = {
     "KimiK3LinearForCausalLM": Small("kimi_linear"),
     "LLaDA2MoeModelLM": _hub("llada2_moe", _MOE, partial_rotary_factor=0.5, rotary_dim=16, block_size=32),
     "MiniCPMSALAForCausalLM": Small("minicpm_sala"),
-    "MultiModalityCausalLM": Small("multi_modality"),
     "Phi3SmallForCausalLM": _hub(
         "phi3small",
         layer_norm_epsilon=1e-5,
@@ -333,9 +353,21 @@ CONFIGS: dict[str, Small] = {
     "DotsOCRForCausalLM": _hub(
         "dots_ocr",
         vision_config={
-            **{"model_type": "dots_vit", "embed_dim": H, "hidden_size": H, "intermediate_size": INNER, "num_channels": 3},
+            **{
+                "model_type": "dots_vit",
+                "embed_dim": H,
+                "hidden_size": H,
+                "intermediate_size": INNER,
+                "num_channels": 3,
+            },
             **{"num_hidden_layers": LAYERS, "num_attention_heads": HEADS, "patch_size": 14, "spatial_merge_size": 2},
-            **{"temporal_patch_size": 1, "rms_norm_eps": 1e-5, "use_bias": False, "post_norm": True, "is_causal": False},
+            **{
+                "temporal_patch_size": 1,
+                "rms_norm_eps": 1e-5,
+                "use_bias": False,
+                "post_norm": True,
+                "is_causal": False,
+            },
         },
     ),
     "PixtralForConditionalGeneration": _hub(
@@ -357,15 +389,28 @@ CONFIGS: dict[str, Small] = {
         ffn_config={"ffn_hidden_size": INNER, "moe_num_experts": EXPERTS, "moe_top_k": 2},
     ),
     "MistralLarge3ForCausalLM": _hub(
-        "mistral_large_3", _MOE, _LATENT, n_routed_experts=EXPERTS, n_shared_experts=1, moe_layer_freq=1,
-        topk_method="noaux_tc", scoring_func="sigmoid",
+        "mistral_large_3",
+        _MOE,
+        _LATENT,
+        n_routed_experts=EXPERTS,
+        n_shared_experts=1,
+        moe_layer_freq=1,
+        topk_method="noaux_tc",
+        scoring_func="sigmoid",
     ),
-    "Step5ForCausalLM": Small("step5", {"head_dim": 128, "num_attention_groups": KV_HEADS}, {"sparse_config": {"enabled": True}}),
+    "Step5ForCausalLM": Small(
+        "step5", {"head_dim": 128, "num_attention_groups": KV_HEADS}, {"sparse_config": {"enabled": True}}
+    ),
     "Step5ForConditionalGeneration": Small(
         "step5_vl",
         {
             "text_config": {
-                **{"num_attention_groups": KV_HEADS, "head_dim": 128, "sparse_config": {"enabled": True}, "architectures": ["Step5ForCausalLM"]},
+                **{
+                    "num_attention_groups": KV_HEADS,
+                    "head_dim": 128,
+                    "sparse_config": {"enabled": True},
+                    "architectures": ["Step5ForCausalLM"],
+                },
             },
             "vision_config": {"hidden_act": "gelu"},
         },
@@ -408,10 +453,18 @@ CONFIGS: dict[str, Small] = {
             "layer_types": None,
         },
     ),
-    "LlavaLlamaForCausalLM": Small("llava_llama", like="llava", config={"mm_vision_tower": "openai/clip-vit-large-patch14-336"}),
-    "LlavaMistralForCausalLM": Small("llava_mistral", like="llava", config={"mm_vision_tower": "openai/clip-vit-large-patch14-336"}),
-    "LlavaQwenForCausalLM": Small("llava_qwen", like="llava", config={"mm_vision_tower": "openai/clip-vit-large-patch14-336"}),
-    "LlavaVidForCausalLM": Small("llava_vid", like="llava", config={"mm_vision_tower": "openai/clip-vit-large-patch14-336"}),
+    "LlavaLlamaForCausalLM": Small(
+        "llava_llama", like="llava", config={"mm_vision_tower": "openai/clip-vit-large-patch14-336"}
+    ),
+    "LlavaMistralForCausalLM": Small(
+        "llava_mistral", like="llava", config={"mm_vision_tower": "openai/clip-vit-large-patch14-336"}
+    ),
+    "LlavaQwenForCausalLM": Small(
+        "llava_qwen", like="llava", config={"mm_vision_tower": "openai/clip-vit-large-patch14-336"}
+    ),
+    "LlavaVidForCausalLM": Small(
+        "llava_vid", like="llava", config={"mm_vision_tower": "openai/clip-vit-large-patch14-336"}
+    ),
     "YiVLForCausalLM": Small("yi_vl", like="llava", config={"mm_vision_tower": "openai/clip-vit-large-patch14-336"}),
     "MossVLForConditionalGeneration": Small(
         "moss_vl", {"text_config": {"cross_attention_layers": [1, 3]}}, like="qwen3_vl"
@@ -453,11 +506,21 @@ CONFIGS: dict[str, Small] = {
         "ovis",
         llm_config=_QWEN2,
         visual_tokenizer_config={
-            **{"model_type": "aimv2_visual_tokenizer", "vocab_size": 512, "hidden_stride": 2, "backbone_config": _AIMV2},
+            **{
+                "model_type": "aimv2_visual_tokenizer",
+                "vocab_size": 512,
+                "hidden_stride": 2,
+                "backbone_config": _AIMV2,
+            },
         },
     ),
     "AliceAIForCausalLM": _hub(
-        "alice_ai", _MOE, _LINEAR, _LINEAR_LAYERS, shared_expert_intermediate_size=INNER, decoder_sparse_step=1,
+        "alice_ai",
+        _MOE,
+        _LINEAR,
+        _LINEAR_LAYERS,
+        shared_expert_intermediate_size=INNER,
+        decoder_sparse_step=1,
         kda_allow_negative_eigenvalues=False,
         router_score_function="sigmoid",
         router_bias_correction=True,

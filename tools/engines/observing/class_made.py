@@ -224,13 +224,15 @@ def _splits(
             for owner in (experts, experts.rpartition(".")[0]):
                 yield tuple((f"{owner}.{matrix}.{what}", rows) for matrix in of_part)
     known = getattr(module, "output_sizes", None)
-    if shape and (known is None or len(known) > 1 and shape[0] == sum(known)):
+    if shape and (known is None or (len(known) > 1 and shape[0] == sum(known))):
         for stacked, parts in (pair for owner in ancestors for pair in _all_stacks(owner)):
             if not f".{name}.".endswith(f"{_dotted(stacked, path)}.{key}."):
                 continue
             sizes = known or [shape[0] // len(parts)] * len(parts)
             covered = [_covered(shard, index) for index, (_, shard) in enumerate(parts)]
-            if sum(sizes) == shape[0] and sorted(index for indices in covered for index in indices) == list(range(len(sizes))):
+            if sum(sizes) == shape[0] and sorted(index for indices in covered for index in indices) == list(
+                range(len(sizes))
+            ):
                 yield tuple(
                     (
                         _replace_last(f".{path}", stacked.rstrip("."), weight.rstrip(".")).removeprefix(".")

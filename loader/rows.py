@@ -21,7 +21,7 @@ import numpy.typing as npt
 from relayout.checkpoint.converted import read_manifest, read_record
 from relayout.core.arguments import at_least_one, compile_glob
 from relayout.core.slices import num_bytes, positions
-from relayout.core.tables import TableTensor, tables_of
+from relayout.core.tables import PlannedTensor, tables_of
 from relayout.core.workers import each
 from relayout.errors import PlanError, about, shown
 from relayout.loader.backends.files import ReadableFiles, error_hints
@@ -165,7 +165,7 @@ class RowReader(Closable):
         (((384, 512),), torch.Size([3, 128]))
     """
 
-    def __init__(self, table: TableTensor, runs: RowRuns, files: tuple[StoredFile, ...], depth: int) -> None:
+    def __init__(self, table: PlannedTensor, runs: RowRuns, files: tuple[StoredFile, ...], depth: int) -> None:
         self.name = table.name
         """The name, or the pattern of the shards' names."""
         self.shape = tuple(table.shape)
@@ -355,7 +355,7 @@ def open_rows(
         return RowReader(table, runs, pieces.files, depth)
 
 
-def _table_of(source: RankSource, columns: TensorColumns, name: str) -> tuple[TableTensor, list[int]]:
+def _table_of(source: RankSource, columns: TensorColumns, name: str) -> tuple[PlannedTensor, list[int]]:
     """The table as one tensor, and for each tensor that a rank holds of it the rows in front of that."""
     if isinstance(name, str) and "#" not in name and len(columns.names) == 1:
         return _Tensor(columns.names[0], columns.dtypes[0], tuple(columns.source_shapes[0])), [0]
@@ -373,7 +373,7 @@ def _table_of(source: RankSource, columns: TensorColumns, name: str) -> tuple[Ta
     return whole, [start_of[held] for held in columns.names]
 
 
-def _all_tensors(source: RankSource) -> Sequence[TableTensor]:
+def _all_tensors(source: RankSource) -> Sequence[PlannedTensor]:
     """All tensors of the checkpoint: a rank does not hold each shard of a table."""
     from relayout.loader.sources.reshard import PlainRank
 
@@ -383,7 +383,7 @@ def _all_tensors(source: RankSource) -> Sequence[TableTensor]:
     return list(starmap(_Tensor, zip(record.names, record.dtypes, map(tuple, record.shapes), strict=True)))
 
 
-def _row_nbytes(table: TableTensor) -> int:
+def _row_nbytes(table: PlannedTensor) -> int:
     nbytes = num_bytes(table.dtype, table.shape[1:]) if table.shape else None
     if nbytes is None:
         what = f"{table.dtype} {list(table.shape)} has no rows of whole bytes"

@@ -15,8 +15,8 @@ from relayout.core.arguments import compile_glob
 from relayout.errors import PlanError
 
 
-class TableTensor(Protocol):
-    """What is asked of a tensor."""
+class PlannedTensor(Protocol):
+    """The properties of a tensor that plans and tables use."""
 
     @property
     def name(self) -> str: ...
@@ -37,7 +37,7 @@ class Table:
     num_rows: int
 
 
-def tables_of(tensors: Sequence[TableTensor], pattern_of: Callable[[str], str | None]) -> list[Table]:
+def tables_of(tensors: Sequence[PlannedTensor], pattern_of: Callable[[str], str | None]) -> list[Table]:
     """The tables of a checkpoint, in the order of their first tensors.
 
     Args:
@@ -71,7 +71,7 @@ def _part_starts(name: str) -> list[int]:
     return [0, *(index + 1 for index, character in enumerate(name) if character == ".")]
 
 
-def _table(tensors: Sequence[TableTensor], shards: dict[int, int]) -> Table:
+def _table(tensors: Sequence[PlannedTensor], shards: dict[int, int]) -> Table:
     members = tuple(shards[number] for number in sorted(shards))
     first = tensors[members[0]]
     if max(shards) != len(members) - 1:

@@ -9,6 +9,7 @@ from typing import Any
 
 from relayout.core.arguments import collapse_numbers
 from relayout.core.slices import Range, Slice, joined
+from relayout.core.tables import PlannedTensor
 from relayout.errors import PlanError
 from relayout.plans.division import Sizes, divide
 from relayout.plans.family import (
@@ -26,7 +27,7 @@ from relayout.plans.family import (
     as_toml,
     language_config,
 )
-from relayout.plans.plan import PlannedCheckpoint, PlannedTensor
+from relayout.plans.plan import PlannedCheckpoint
 
 
 @dataclass(frozen=True, slots=True)

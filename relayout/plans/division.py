@@ -14,6 +14,7 @@ from typing import Any
 from relayout.core.arguments import numbers
 from relayout.core.extents import align_up
 from relayout.core.slices import NOT_HELD, WHOLE, Cut, Range, Slice, merged
+from relayout.core.tables import PlannedTensor
 from relayout.errors import PlanError
 from relayout.plans.family import (
     EVEN,
@@ -34,7 +35,6 @@ from relayout.plans.family import (
     language_config,
     look_up,
 )
-from relayout.plans.plan import PlannedTensor
 from relayout.plans.quantization import INPUT_SCALES
 
 VOCABULARY_MULTIPLE = 64

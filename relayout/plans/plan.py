@@ -14,20 +14,10 @@ import numpy as np
 import numpy.typing as npt
 
 from relayout.core.slices import Cut, Slice
+from relayout.core.tables import PlannedTensor
 from relayout.errors import FormatError, PlanError
 from relayout.format.fields import dump_slice, parse_slice
 from relayout.plans.family import ENGINES, Family, dump_rules, parse_rules
-
-
-class PlannedTensor(Protocol):
-    """What planning asks of a tensor."""
-
-    @property
-    def name(self) -> str: ...
-    @property
-    def dtype(self) -> str: ...
-    @property
-    def shape(self) -> tuple[int, ...]: ...
 
 
 class PlannedCheckpoint(Protocol):

@@ -14,7 +14,7 @@ from typing import Literal, get_args
 
 from relayout.core.arguments import collapse_later_numbers, collapse_numbers
 from relayout.core.slices import WHOLE, Cut, Range, Slice, num_bytes, number_cuts
-from relayout.core.tables import tables_of
+from relayout.core.tables import PlannedTensor, tables_of
 from relayout.errors import FormatError, PlanError, about, shown
 from relayout.format.manifest import SOURCE_RECORD_NAME
 from relayout.format.source_record import SourceRecord
@@ -31,7 +31,7 @@ from relayout.plans.family import (
     parse_rules,
     read_family,
 )
-from relayout.plans.plan import Plan, PlannedCheckpoint, PlannedTensor
+from relayout.plans.plan import Plan, PlannedCheckpoint
 from relayout.plans.quantization import QuantizedWeight, Scheme, find_scheme, is_cache_scale
 
 MAX_RANKS = 1024

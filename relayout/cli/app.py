@@ -6,6 +6,7 @@ import re
 import signal
 import sys
 from dataclasses import replace
+from pathlib import Path
 from typing import Annotated, Any
 
 import typer
@@ -32,8 +33,14 @@ from relayout.cli.command import (
 from relayout.errors import PlanError
 
 
-class _InPanels(TyperGroup):
-    """A group whose plain help lists commands in panels, which typer does only in its rich help."""
+class _Root(TyperGroup):
+    """The group of all commands: its plain help has panels, as typer's rich help has; a path alone is inspected."""
+
+    def resolve_command(self, ctx: Any, args: list[str]) -> Any:
+        """Find the command. A folder, or a path with a slash, in its place is an argument of `inspect`."""
+        first = args[0]
+        is_path = first not in self.commands and not first.startswith("-") and ("/" in first or Path(first).is_dir())
+        return super().resolve_command(ctx, ["inspect", *args] if is_path else args)
 
     def format_commands(self, ctx: Any, formatter: Any) -> None:
         panels: dict[str, list[tuple[str, Any]]] = {}
@@ -48,7 +55,7 @@ class _InPanels(TyperGroup):
 
 app = typer.Typer(
     name="relayout",
-    cls=_InPanels,
+    cls=_Root,
     pretty_exceptions_enable=False,
     rich_markup_mode=None,  # Plain help: wide columns, right on any terminal, and quick.
     context_settings={"help_option_names": ["-h", "--help"]},
@@ -56,8 +63,8 @@ app = typer.Typer(
     "contiguous and aligned.",
     epilog="""\b
 First steps:
-  relayout inspect MODEL             what a rank would read today
-  relayout convert MODEL --tp 8      writes MODEL-tp8 beside it
+  relayout MODEL                     describe a checkpoint, and name the next command
+  relayout convert MODEL --tp 8      writes MODEL-tp8 next to it
   vllm serve MODEL-tp8 -tp 8 --load-format relayout
   relayout.load('MODEL-tp8', rank)   in Python
 

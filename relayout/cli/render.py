@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+import shlex
 import time
 from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
@@ -19,7 +20,7 @@ if TYPE_CHECKING:
     from relayout.commands.cache import CacheListing
     from relayout.commands.copy import AlreadyThere, Copied
     from relayout.commands.delta import DeltaDone
-    from relayout.commands.inspect import Inspection
+    from relayout.commands.inspect import Amplification, Inspection
     from relayout.commands.restore import Restored
     from relayout.commands.sign import SignatureWritten
     from relayout.commands.verify_source import SourceVerification
@@ -341,13 +342,29 @@ def inspection(result: Inspection) -> Iterator[Block]:
     columns += [Column("part of the whole", "words")] if result.converted else []
     yield Table([*columns, Column("bytes", "number")], groups, "groups")
     yield Listing(result.left_out, "files", "left out")
+    if (following := _next_command(result)) is not None:
+        yield Line(following, "next")
+
+
+def _next_command(result: Inspection) -> str | None:
+    """Return the command that usually follows `inspect`; None if the checkpoint cannot be converted as it is."""
+    path = shlex.quote(str(result.path))
+    if result.converted:
+        return f"vllm serve {path} -tp {result.num_ranks} --load-format relayout"
+    degrees = _possible(result)
+    return f"relayout convert {path} --tp {degrees[-1].tp}" if degrees else None
+
+
+def _possible(result: Inspection) -> list[Amplification]:
+    """The usual degrees that a plain checkpoint can be converted for."""
+    rows = result.amplification
+    return [row for row in rows if row.reason is None and (row.tp <= _USUAL_DEGREE or len(rows) == 1)]
 
 
 def _gain(result: Inspection) -> Iterator[Block]:
     """What a conversion would change at a usual degree, and why other degrees are impossible."""
     rows = result.amplification
-    possible = [row for row in rows if row.reason is None and (row.tp <= _USUAL_DEGREE or len(rows) == 1)]
-    if possible:
+    if possible := _possible(result):
         row = possible[-1]
         needed = decimal(row.needed_nbytes or 0)
         read = decimal(row.row_reader_nbytes or 0)

@@ -72,6 +72,23 @@ def test_inspect_prints_for_people(here: Run, converted: Path, args: str, says: 
     assert re.search(says, done.stdout), done.stdout
 
 
+@pytest.mark.parametrize("path", ["model", "./model", "out"])
+def test_a_path_alone_is_inspected_and_the_next_command_is_one_that_runs(here: Run, converted: Path, path: str) -> None:
+    done = here(path, cwd=converted)
+    assert (done.returncode, done.stdout) == (0, here("inspect", path, cwd=converted).stdout)
+    following = done.stdout.splitlines()[-1].removeprefix("next ")
+    if path == "out":
+        assert following == "vllm serve out -tp 2 --load-format relayout"
+    else:
+        assert here(*following.removeprefix("relayout ").split(), "--dry-run", cwd=converted).returncode == 0
+
+
+def test_the_name_of_a_command_is_the_command_even_where_a_folder_has_it(here: Run, converted: Path) -> None:
+    (converted / "plans").mkdir()
+    assert "llama" in here("plans", "list", cwd=converted).stdout
+    assert here("./plans", cwd=converted).returncode == 2
+
+
 def test_inspect_tells_what_a_rank_would_read_in_vain(here: Run, converted: Path) -> None:
     rows = one_object(here("inspect", "model", "--json", cwd=converted))["amplification"]
     nbytes = {name: array.nbytes for name, array in weights().items()}

@@ -14,7 +14,7 @@ from engines import coverage, registries
 from engines.observing import class_made
 
 ROOT = Path(__file__).parents[2]
-SHARES = {"vllm": 0.94, "sglang": 0.90}
+SHARES = {"vllm": 0.95, "sglang": 0.90}
 """Reached so far, and never less; the goal is 0.95 of each."""
 
 

@@ -52,6 +52,11 @@ _AUTO_MAP = {"AutoConfig": "configuration_hub.HubConfig"}
 _QWEN2 = {**LLAMA, "model_type": "qwen2", "architectures": ["Qwen2ForCausalLM"]}
 _QWEN3 = {**LLAMA, "model_type": "qwen3", "architectures": ["Qwen3ForCausalLM"]}
 _LLAMA = {**LLAMA, "model_type": "llama", "architectures": ["LlamaForCausalLM"]}
+_STEP5: dict[str, Any] = {
+    **{"num_attention_heads": 4 * KV_HEADS, "num_attention_groups": KV_HEADS, "head_dim": 192},
+    "use_head_wise_attn_gate": True,
+    "sparse_config": {"enabled": True, "index_tp_size": KV_HEADS, "sparse_indexer_num_heads": 2 * KV_HEADS},
+}
 _MOE: dict[str, Any] = {
     **{"num_experts": EXPERTS, "num_experts_per_tok": 2, "moe_intermediate_size": INNER, "first_k_dense_replace": 1},
     **{"num_shared_experts": 1, "n_group": 1, "topk_group": 1, "norm_topk_prob": True, "routed_scaling_factor": 1.0},
@@ -398,20 +403,11 @@ CONFIGS: dict[str, Small] = {
         topk_method="noaux_tc",
         scoring_func="sigmoid",
     ),
-    "Step5ForCausalLM": Small(
-        "step5", {"head_dim": 128, "num_attention_groups": KV_HEADS}, {"sparse_config": {"enabled": True}}
-    ),
+    "Step5ForCausalLM": Small("step5", config=_STEP5),
     "Step5ForConditionalGeneration": Small(
         "step5_vl",
         {
-            "text_config": {
-                **{
-                    "num_attention_groups": KV_HEADS,
-                    "head_dim": 128,
-                    "sparse_config": {"enabled": True},
-                    "architectures": ["Step5ForCausalLM"],
-                },
-            },
+            "text_config": {**_STEP5, "architectures": ["Step5ForCausalLM"]},
             "vision_config": {"hidden_act": "gelu"},
         },
     ),

@@ -1,4 +1,4 @@
-"""Many files, read by several threads: a bounded number is open at a time, and what is stored in them is hashed."""
+"""Files that several threads read: a pool with a bounded number of open files, and the hashing of their content."""
 
 from __future__ import annotations
 
@@ -27,15 +27,15 @@ File = TypeVar("File", bound=Closable)
 
 
 class OpenFiles(Closable, Generic[Key, File]):
-    """Files by key, of which a bounded number is open at a time. Thread-safe.
+    """A pool of files by key that keeps a bounded number of them open. Thread-safe.
 
     A thread must not request a second file while it uses one: threads could deadlock.
     """
 
     def __init__(self, open_file: Callable[[Key], File], *, num_descriptors: int = 1) -> None:
-        """Keep files open that `open_file` opens by a key; each uses `num_descriptors`.
+        """Keep files open that `open_file` opens by a key; each uses `num_descriptors` file descriptors.
 
-        Calls for one key never overlap each other, or the closing of its file.
+        Calls of `open_file` for one key never overlap each other, or the closing of the file with this key.
         """
         self._open_file = open_file
         self._limit = max(1, min(_MAX_OPEN_FILES, max_descriptors() // (_SHARE * num_descriptors)))
@@ -44,7 +44,7 @@ class OpenFiles(Closable, Generic[Key, File]):
         """Open files, least recently used first."""
         self._users: Counter[Key] = Counter()
         self._busy: set[Key] = set()
-        """Keys whose file a thread is opening or closing."""
+        """Keys of the files that threads are opening or closing."""
 
     @contextmanager
     def use(self, key: Key) -> Iterator[File]:
@@ -90,7 +90,10 @@ class OpenFiles(Closable, Generic[Key, File]):
             self._changed.notify_all()
 
     def close(self) -> None:
-        """Close all open files, also if one cannot be closed. Nobody may use the pool then, nor afterwards."""
+        """Close all open files, also if closing one of them fails.
+
+        No thread may use the pool during this call or afterwards.
+        """
         with ExitStack() as stack:
             for file in self._files.values():
                 stack.callback(file.close)
@@ -105,13 +108,13 @@ class HashedFile:
     """A file and the extents of it to hash."""
 
     open: Callable[[], ReadableFile]
-    """Opens the file; may be called more than once."""
+    """Opens the file. May be called more than once."""
     extents: Sequence[Extent]
     """The extents in rising order, without overlap. Empty extents may be at any offset."""
     chunks: Sequence[Extent] = ()
-    """More extents, likewise, which may overlap the others."""
+    """More extents in rising order, without overlap among themselves. They may overlap `extents`."""
     new_hash: Callable[[], Hash] = new_proof
-    """Begins the running hash of a chunk."""
+    """Creates the running hash of a chunk."""
 
 
 def hash_files(
@@ -125,8 +128,9 @@ def hash_files(
     """Return the digest of each extent of each file, then the hash of each of its chunks, in hex.
 
     Args:
-        num_streams: files that are read at the same time: a chunk as long as its file is hashed by one thread.
-        stop: requested when a read fails; a request from elsewhere stops the work.
+        num_streams: the number of files that are read at the same time. One thread hashes a chunk, even if that is as
+            long as the file.
+        stop: requested when a read fails. A request by another thread stops the work.
     """
     stop = stop or Stop()
     hashed = [[ExtentDigests(file.extents, stop), ExtentDigests(file.chunks, stop, file.new_hash)] for file in files]
@@ -165,7 +169,7 @@ def hash_files(
 
 
 def sha256_hex(opened: ReadableFile, proof: Hash | None = None) -> str:
-    """SHA-256 of a file, which is closed, in hex, and its proof if asked."""
+    """Return the SHA-256 of a file in hex, after closing the file; update `proof` with the same bytes if given."""
     digest = hashlib.sha256()
     buffer = Buffer()
     with opened as file:
@@ -179,7 +183,7 @@ def sha256_hex(opened: ReadableFile, proof: Hash | None = None) -> str:
 
 
 def _requests(file: HashedFile) -> Iterator[Extent]:
-    """The blocks that hold the extents: adjacent ones joined, long ones split."""
+    """Yield the blocks that contain the extents: adjacent blocks joined, long ones split."""
 
     def blocks(extent: Extent) -> tuple[None, int, int]:
         aligned = extent.aligned()

@@ -1,7 +1,7 @@
-"""Stores: files in one folder or under one prefix, read by ranges; and how the store of a path or URL is found.
+"""Stores: files in one folder or under one prefix, read by ranges; and the registry of stores by URL scheme.
 
-Callers ask what a store or file can do (`fileno`, `alignment`, `cost`), never for its type. The scheme of a URL says
-which module has the store; a path without a scheme is local.
+Callers query the capabilities of a store or file (`fileno`, `alignment`, `cost`), never its type. The scheme of a URL
+selects the module of the store. A path without a scheme is local.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ Found = TypeVar("Found")
 
 
 class Access(Enum):
-    """How a file is to be read. A store without a page cache refuses `DIRECT` and treats the others alike."""
+    """A way to read a file. A store without a page cache rejects `DIRECT` and treats the other ways alike."""
 
     DIRECT = "direct"
     """Bypass the page cache; fail if the file system refuses."""
@@ -33,11 +33,11 @@ class Access(Enum):
     AUTO = "auto"
     """Bypass the page cache if possible."""
     ONCE = "once"
-    """Read as with `AUTO`, but drop the pages again that a buffered read brings into the page cache."""
+    """Read as with `AUTO`, and afterwards drop the pages that a buffered read brought into the page cache."""
 
 
 class Kind(Enum):
-    """What exists at a store's own path or prefix."""
+    """The kind of thing at a store's own path or prefix."""
 
     FOLDER = "folder"
     FILE = "file"
@@ -51,26 +51,27 @@ _NUM_REMOTE_OPENS = 16
 
 @dataclass(frozen=True, slots=True)
 class RequestCost:
-    """What reading from a store costs: requests, and digests. The defaults fit a local drive."""
+    """The cost of reading from a store: requests and digests. The defaults fit a local drive."""
 
     request_nbytes: int = 8 * 2**20
-    """The largest useful request; a multiple of 4096.
+    """Bytes of the largest useful request; a multiple of 4096.
 
     At 8 MiB Python's overhead per request is negligible, and a bounce buffer is still small.
     """
     max_gap_nbytes: int = 256 * 2**10
-    """The largest gap between two extents that is cheaper to read than to split the request."""
+    """Bytes of the largest gap between two extents that is cheaper to read than to split the request."""
     concurrency: int | None = None
-    """Requests of one node in flight that saturate the store; None: it depends on the number of processors."""
+    """Requests in flight that saturate the store from one node. None: the number depends on the number of
+    processors."""
     is_remote: bool = False
-    """Whether each request is a round trip over a network, so that none is made for what another answer has."""
+    """True if each request is a network round trip, so that callers avoid requests for data they already received."""
     needs_digests: bool = False
-    """True if every part that is read must be compared with a digest of its own: the store names a file by the digest
-    of the whole, which proves no part."""
+    """True if every part that is read must be compared with a digest of its own. The store names a file by the digest
+    of the whole file, which does not verify a part."""
 
     @property
     def num_opens(self) -> int:
-        """Files to open at the same time."""
+        """Number of files to open at the same time."""
         return _NUM_REMOTE_OPENS if self.is_remote else 1
 
 
@@ -79,7 +80,7 @@ LOCAL_COST = RequestCost()
 
 
 class RequestError(OSError):
-    """A request to a store over a network failed. The text says what to do about it."""
+    """A failed request to a store over a network. The text contains advice."""
 
     def __init__(
         self,
@@ -92,31 +93,32 @@ class RequestError(OSError):
     ) -> None:
         super().__init__(number, what, location)
         self.status = status
-        """The status of HTTP; None: there was no answer."""
+        """HTTP status. None: there was no answer."""
         self.code = code
-        """The server's own name of the error; empty if it has none."""
+        """Error code in the server's answer; empty if the answer has none."""
         self.retry_after = retry_after
-        """Seconds, as the server says (`Retry-After`); None if it does not."""
+        """Seconds in the header `Retry-After` of the answer; None if the header is missing."""
 
 
 @dataclass(frozen=True, slots=True)
 class FileStat:
-    """A file's metadata, known without reading it."""
+    """Metadata of a file, available without reading its content."""
 
     nbytes: int
     version: str
-    """Changes when the content does: length and modification time of a local file, the ETag of an object.
+    """A value that changes with the content: length and modification time of a local file, or the ETag of an object.
 
-    Empty if a web server reports none: parts of such a file may be of several versions, and need proof.
+    Empty if a web server reports none. Two requests for such a file may then read different versions, so its bytes need
+    verification by digests.
     """
     mode: int = 0o644
-    """Permission bits; the default for a store without permissions."""
+    """Permission bits. The default is for stores without permissions."""
     vouched: str | None = None
-    """What the store vouches for: no file of another content has it, wherever it is. None: times and lengths are all
-    that is known, and files of other content may have the same."""
+    """An identifier that the store guarantees: no file with other content has it, in any location. None: only time and
+    length are available, and files with other content may have the same ones."""
 
     def check(self, location: str | Path, nbytes: int | None, version: str | None = None) -> None:
-        """Raise FormatError unless the file at `location` has this length and version; None: any."""
+        """Raise FormatError unless the file at `location` has this length and version. None accepts any."""
         if nbytes not in (None, self.nbytes):
             raise FormatError(f"{self.nbytes} bytes long, expected {nbytes}", path=location, code="mismatch")
         if version not in (None, self.version):
@@ -124,7 +126,7 @@ class FileStat:
 
 
 def unversioned(location: str) -> FormatError:
-    """The error for a file that was read by several requests, if nothing proves that they read one version."""
+    """Return the error for a file read by several requests if nothing verifies that they read one version."""
     what = (
         "the server sends neither ETag nor Last-Modified, so that parts of two versions could be mixed: download it,"
         " and give the folder"
@@ -138,19 +140,19 @@ class Entry:
 
     name: str
     refusal: str | None = None
-    """Why it is not a file of the store, for example a link to a file elsewhere; None for files and folders."""
+    """Reason why it is not a file of the store, for example a link to a file elsewhere. None for files and folders."""
     is_folder: bool = False
-    """True for a folder. A store without folders lists only those that a walk does not enter."""
+    """True for a folder. A store without folders lists only the folders that a walk does not enter."""
 
 
 MAX_LISTED = 100_000
-"""The most names of one listing."""
+"""Maximum number of names in one listing."""
 LISTING_SECONDS = 300.0
-"""The longest time of one listing, its reader's work included."""
+"""Maximum duration of one listing in seconds, including the work of its reader."""
 
 
 def limited(listing: Iterable[Found], location: str | Path) -> Iterator[Found]:
-    """Yield what a listing has, up to its limits.
+    """Yield the items of a listing within its limits.
 
     Raises:
         FormatError: the listing has more than `MAX_LISTED` names, or takes longer than `LISTING_SECONDS`.
@@ -164,7 +166,7 @@ def limited(listing: Iterable[Found], location: str | Path) -> Iterator[Found]:
 
 
 def listing_timer(location: str | Path) -> Callable[[], None]:
-    """Return a function that raises FormatError when `LISTING_SECONDS` have passed since now."""
+    """Return a function that raises FormatError once `LISTING_SECONDS` have passed from now."""
     end = time.monotonic() + LISTING_SECONDS
 
     def check() -> None:
@@ -180,21 +182,21 @@ def _beyond(limit: str, location: str | Path) -> FormatError:
 
 
 Enter = Callable[[str], bool]
-"""Selects the folders that a walk enters, by their relative names."""
+"""Returns True for the folders that a walk enters, by their relative names."""
 
 
 def everywhere(folder: str) -> bool:
-    """Enter each folder."""
+    """Return True: a walk enters each folder."""
     return True
 
 
 def nowhere(folder: str) -> bool:
-    """Enter no folder: a walk then lists only what is directly in the folder of the store."""
+    """Return False: a walk then lists only the entries directly in the folder of the store."""
     return False
 
 
 def entered(names: Iterable[str], enter: Enter) -> Iterator[Entry]:
-    """The entries of a walk over the files with these names, for a store without folders."""
+    """Yield the entries of a walk over the files with these names, for a store without folders."""
     closed: set[str] = set()
     for name in names:
         ends = (match.start() for match in re.finditer("/", name))
@@ -215,10 +217,10 @@ class Modes:
 
 
 class Closable(Protocol):
-    """Something to close, by `close` or at the end of a `with` block."""
+    """A resource that is closed by `close` or at the end of a `with` block."""
 
     def close(self) -> None:
-        """Close it. A written file: return when the bytes are on the drive.
+        """Close the resource. For a written file, return when the bytes are on the drive.
 
         Raises:
             OSError: some bytes could not be written.
@@ -234,7 +236,7 @@ class Closable(Protocol):
 
 
 class ReadableFile(Closable, Protocol):
-    """One version of a file, open for reading. Thread-safe. Bytes of a replacement file are never mixed in."""
+    """One version of a file, open for reading. Thread-safe. Never returns bytes of a file that replaced it."""
 
     @property
     def nbytes(self) -> int:
@@ -242,17 +244,17 @@ class ReadableFile(Closable, Protocol):
 
     @property
     def version(self) -> str:
-        """The version of the open file, see `FileStat.version`; `*` if its first read will tell it."""
+        """The version of the open file, see `FileStat.version`; `*` if it becomes known with the first read."""
 
     @property
     def alignment(self) -> int:
-        """Offset, length and address of a read must be multiples of this: 4096 for direct I/O, else 1.
+        """Divisor of the offset, length and address of each read: 4096 for direct I/O, else 1.
 
         Falls to 1 while the file is open if direct I/O turns out to be impossible.
         """
 
     def fileno(self) -> int | None:
-        """The descriptor, for mmap(2), cachestat(2) or cuFile; None if the store has no file descriptors."""
+        """Return the descriptor, for mmap(2), cachestat(2) or cuFile; None if the store has no file descriptors."""
 
     def read(self, offset: int, view: memoryview) -> None:
         """Fill `view` with the bytes at `offset`, up to the end of the file. Thread-safe.
@@ -264,7 +266,7 @@ class ReadableFile(Closable, Protocol):
 
 
 def read_whole(file: ReadableFile, location: str | Path, limit: int) -> bytes:
-    """The content of a small file. FormatError: the file at `location` is larger than `limit` bytes."""
+    """Return the content of a small file. FormatError: the file at `location` is larger than `limit` bytes."""
     if file.nbytes > limit:
         raise FormatError(f"{file.nbytes} bytes, limit {limit}", path=location, code="limit")
     content = bytearray(file.nbytes)
@@ -273,7 +275,7 @@ def read_whole(file: ReadableFile, location: str | Path, limit: int) -> bytes:
 
 
 def if_there(call: Callable[[], Found]) -> Found | None:
-    """What `call` returns; None if it raises the FormatError of a missing file."""
+    """Return the result of `call`, or None if it raises the FormatError of a missing file."""
     try:
         return call()
     except FormatError as error:
@@ -285,57 +287,61 @@ def if_there(call: Callable[[], Found]) -> Found | None:
 class WritableFile(Closable, Protocol):
     """A file of known length, open for writing. Thread-safe. Each byte is written at most once.
 
-    Offsets rise, except among concurrent writes: a store that needs a stream must hold back writes that are ahead. A
+    Offsets rise, except among concurrent writes. A store that needs a stream must delay writes that arrive too early. A
     local file accepts any order.
     """
 
     def write(self, offset: int, view: memoryview, address: int = 0) -> None:
-        """Write `view` at `offset`. `address` is its memory address modulo 4096. The caller reuses the memory."""
+        """Write `view` at `offset`. `address` is its memory address modulo 4096.
+
+        The caller reuses the memory after the call.
+        """
 
 
 class Store(Protocol):
     """Files in one folder or under one prefix. Thread-safe, and usable in forked children.
 
-    Names are relative, with "/" between their parts. Methods raise OSError if a request or a system call fails. As
-    text, a store is the path or URL that the caller gave.
+    Names are relative, with "/" between their parts. Methods raise OSError if a request or a system call fails.
+    `str(store)` is the path or URL that the caller gave.
     """
 
     @property
     def cost(self) -> RequestCost:
-        """What requests cost."""
+        """The cost of requests."""
 
     def location(self, name: str) -> str:
-        """A file's path or URL for messages."""
+        """Return a file's path or URL for messages."""
 
     def path(self, name: str) -> Path | None:
-        """The file's path for system calls; None if the store has no file descriptors. Does not access the file."""
+        """Return the file's path for system calls, without accessing it; None if the store has no file descriptors."""
 
     def kind(self) -> Kind:
-        """What exists at the store's own path or prefix."""
+        """Return the kind of thing at the store's own path or prefix."""
 
     def parent(self) -> tuple[Store, str]:
-        """The store one level up, and this store's name in it."""
+        """Return the store one level up, and this store's name in it."""
 
     def snapshot(self) -> Store:
-        """This store for one reader, such as a load.
+        """Return this store for one reader, such as a load.
 
-        A remote store opens each file once, at the first `stat` or `open`, and stays at the version that it found. It
-        may leave this to the first read, if the length is given: then that tells what is wrong with a file. A store
-        whose files cost nothing to open returns itself.
+        A snapshot of a remote store opens each file once, at the first `stat` or `open`, and keeps the version that it
+        found. If the caller gives the length, it may delay the request to the first read, which then raises the errors
+        of opening. A store that opens files at no cost returns itself.
         """
 
     def walk(self, enter: Enter = everywhere) -> Iterator[Entry]:
-        """Every file and folder, recursively, in any order. Skips names that begin with a dot, and all below them.
+        """Yield every file and folder, recursively, in any order, except those below or with a name beginning with a
+        dot.
 
-        A folder that `enter` does not select is listed, and nothing below it. A folder below the store's own that
-        cannot be listed, or has vanished, is an entry with a refusal.
+        A folder that `enter` does not select is listed without its content. A folder below the store's own that cannot
+        be listed, or has vanished, is an entry with a refusal.
 
         Raises:
             FormatError: there are more entries, or deeper ones, than the limits allow; see `limited`.
         """
 
     def stat(self, name: str) -> FileStat | None:
-        """A file's metadata; None if it does not exist.
+        """Return a file's metadata; None if it does not exist.
 
         Raises:
             FormatError: it is not a file of the store, but a folder, a device, or a link to a file elsewhere.
@@ -354,7 +360,7 @@ class Store(Protocol):
         """Open a file for reading.
 
         Args:
-            nbytes: the expected length. None: any length; a file that cannot be opened is then a FormatError.
+            nbytes: the expected length. None: any length; FormatError is then raised for a file that cannot be opened.
             version: the expected `FileStat.version`; None: any.
 
         Raises:
@@ -371,20 +377,20 @@ REGISTRY: dict[str, str] = {
     "oci+http": "relayout.storage.web.oci",
     **dict.fromkeys(("s3", "gs", "az"), "relayout.storage.cloud.bucket"),
 }
-"""The module for each scheme of URLs, imported on first use. It has `offer(url: str) -> Store`, which raises PlanError
-for a URL that names no place there."""
+"""Module names by URL scheme. A module is imported on first use. Its function `offer(url: str) -> Store` raises
+PlanError for a URL that is not a valid location of its store."""
 _LOCAL = "relayout.storage.local.store"
-"""The module for paths."""
+"""Module of the store for paths."""
 
 _SLASH = re.compile(r"(?P<scheme>[A-Za-z][A-Za-z0-9+.-]+):/(?P<rest>[^/].*)", re.DOTALL)
 _URL = re.compile(r"(?P<scheme>[A-Za-z][A-Za-z0-9+.-]+)://")
 
 
 def find_store(path: str | os.PathLike[str]) -> Store:
-    """The store for a path or URL. A URL must be a `str`, because `pathlib.Path` joins double slashes.
+    """Return the store for a path or URL. A URL must be a `str`, because `pathlib.Path` joins double slashes.
 
     Raises:
-        PlanError: the scheme is not registered, or its store refuses the URL; or it is neither text nor a path.
+        PlanError: the scheme is not registered, its store rejects the URL, or the argument is neither text nor a path.
     """
     text = path_text(path)
     scheme = scheme_of(path)
@@ -400,7 +406,7 @@ def find_store(path: str | os.PathLike[str]) -> Store:
 
 
 def _check_slashes(path: str | os.PathLike[str]) -> None:
-    """Raise PlanError for a URL that lacks a slash, unless there is a folder of that name."""
+    """Raise PlanError for a URL that lacks a slash, unless a folder of that name exists."""
     match = _SLASH.match(os.fspath(path))
     if match and match["scheme"].lower() in REGISTRY and not os.path.lexists(match["scheme"] + ":"):
         url = f"{match['scheme']}://{match['rest']}"
@@ -408,16 +414,17 @@ def _check_slashes(path: str | os.PathLike[str]) -> None:
 
 
 def _shown(url: str | os.PathLike[str]) -> str:
-    """A URL without what may be secret: a signature, or a password, which may be typed with a slash or a backslash.
+    """Return a URL without parts that may be secret: a signature, or a password.
 
-    What is behind a slash alone is a name: hf://ORG/MODEL@REVISION.
+    A password may be typed with a slash or a backslash. The part after a single slash is a name:
+    hf://ORG/MODEL@REVISION.
     """
     secret = re.compile(r"//(?=[^/]*[:@%]|.*\\).*(@|%40)", re.IGNORECASE | re.DOTALL)
     return secret.sub("//", os.fspath(url)).partition("?")[0]
 
 
 def find_input(path: str | os.PathLike[str]) -> Store:
-    """The store of something to read: as `find_store`; "ORG/MODEL" is a repository of the hub if there is no such path.
+    """Return the store of an input, as `find_store`; "ORG/MODEL" without such a path is a repository of the hub.
 
     Raises:
         PlanError: as `find_store`.
@@ -434,13 +441,13 @@ def find_input(path: str | os.PathLike[str]) -> Store:
 
 
 def scheme_of(path: str | os.PathLike[str]) -> str | None:
-    """The scheme of a URL, in lower case; None for a path."""
+    """Return the scheme of a URL in lower case, or None for a path."""
     match = _URL.match(path) if isinstance(path, str) else None
     return match["scheme"].lower() if match else None
 
 
 class ReadOnlyStore:
-    """A folder that shows no path."""
+    """Base class of stores that are read-only folders without file descriptors."""
 
     __slots__ = ()
 
@@ -455,12 +462,12 @@ class ReadOnlyStore:
 
 
 class HeadFile(Closable):
-    """A `ReadableFile`. It holds nothing to close."""
+    """A `ReadableFile` with its first bytes in memory. It has nothing to close."""
 
     alignment: ClassVar[int] = 1
 
     def __init__(self, head: bytes, stat: FileStat, fill: Callable[[int, memoryview], None] | None = None) -> None:
-        """`fill` fills memory with the bytes at an offset behind the head; None: all of the file is in the head."""
+        """Keep `head`; `fill(offset, view)` reads the bytes behind it. None: `head` contains the whole file."""
         self.stat = stat
         self.nbytes = stat.nbytes
         self.version = stat.version

@@ -1,9 +1,10 @@
-"""What the operating system is asked: C library calls that Python lacks, page cache, file systems, and memory.
+"""Access to the operating system: C library calls that Python lacks, page cache, file systems, and memory.
 
-Pages of fresh memory may be huge or small; which is better is measured where they are touched. A huge page is touched
-in 0.2 ms where memory is at hand, and in 4 ms where the host of a virtual machine has taken free memory back (free page
-reporting, ballooning). Small pages are often had from memory that the host never took, and cost 0.5 ms for as many
-bytes; where that is used up, they cost as much as huge ones. So neither is right everywhere.
+Pages of fresh memory may be huge or small. Which is faster is measured where they are touched. Touching a huge page
+takes 0.2 ms if the memory is warm, and 4 ms if the hypervisor has reclaimed free memory of a virtual machine (free page
+reporting, ballooning). Small pages often come from memory that the hypervisor never reclaimed, and then cost 0.5 ms for
+the same number of bytes. Once that memory is used up, they cost the same as huge ones. So neither size is best
+everywhere.
 """
 
 from __future__ import annotations
@@ -26,19 +27,19 @@ from typing import Any
 from relayout.core.extents import BLOCK, align_down, align_up
 
 _REFUSED = frozenset({errno.EINVAL, errno.EOPNOTSUPP, errno.ENOSYS, errno.ESPIPE})
-"""Errors of a system or file system that does not support the call."""
+"""Error numbers of a system or file system that does not support the call."""
 _START, _WAIT = 2, 7
 """Flags of sync_file_range(2): SYNC_FILE_RANGE_WRITE alone, and with both WAIT flags."""
 _RENAME_EXCHANGE = 2
-"""`linux/fs.h`."""
+"""RENAME_EXCHANGE of `linux/fs.h`."""
 _MAX_TRIES = 100
-"""How often a call is made that signals interrupt."""
+"""Maximum number of attempts for a call that signals interrupt."""
 _POPULATE_READ, _POPULATE_WRITE = 22, 23
 """MADV_POPULATE_READ and MADV_POPULATE_WRITE of `asm-generic/mman-common.h` (Linux 5.14)."""
 _CACHESTAT = 451
-"""The number of cachestat(2) in every architecture that has it (Linux 6.5)."""
+"""The system call number of cachestat(2) in every architecture that has it (Linux 6.5)."""
 _READ_AHEAD_NBYTES = 8 * 2**20
-"""More than the defaults of file systems; used if the system does not report it."""
+"""Read-ahead window used if the system does not report one. Larger than the defaults of file systems."""
 _MOUNTS = Path("/proc/self/mountinfo")
 _DESCRIPTORS = Path("/proc/self/fdinfo")
 _DRIVES = Path("/sys/dev/block")
@@ -46,7 +47,7 @@ _DRIVES = Path("/sys/dev/block")
 
 @cache
 def libc() -> ctypes.CDLL:
-    """The C library; `mmap` returns an address."""
+    """Return the C library, with `mmap` declared to return an address."""
     library = ctypes.CDLL(None, use_errno=True)
     library.mmap.restype = ctypes.c_void_p
     return library
@@ -56,7 +57,8 @@ def _call(name: str, *arguments: object) -> bool:
     """Call a function that returns 0; return False if the system or file system does not support it."""
     function: Any = getattr(libc(), name, None)
     code = errno.ENOSYS
-    # Again, as Python does; not for ever, as a profiler's timer may stop each try to allocate a large file in memory.
+    # Repeat on EINTR, as Python does, but not forever: a profiler's timer may interrupt each attempt to allocate a
+    # large file in memory.
     for _ in range(_MAX_TRIES if function is not None else 0):
         if function(*arguments) == 0:
             return True
@@ -103,15 +105,15 @@ def map_file(fd: int, offset: int, nbytes: int, *, flags: int, writable: bool = 
 
 
 def populate(address: int, nbytes: int, *, writable: bool = False) -> bool:
-    """Bring mapped pages into memory, to be read or written. Return False if one cannot be had, or there is no support.
+    """Bring mapped pages into memory for reading or writing. Return False if that fails or is not supported.
 
-    Using a page of a file that cannot be read, or that was truncated, would kill the process.
+    Accessing a page of a file that cannot be read, or that was truncated, would kill the process.
     """
     return advise(address, nbytes, _POPULATE_WRITE if writable else _POPULATE_READ)
 
 
 def advise(address: int, nbytes: int, advice: int) -> bool:
-    """Call madvise(2), without Python's lock, which mmap.madvise would hold. Return False if it failed."""
+    """Call madvise(2) without holding Python's lock, which mmap.madvise would hold. Return False if it failed."""
     return bool(libc().madvise(ctypes.c_void_p(address), ctypes.c_size_t(nbytes), advice) == 0)
 
 
@@ -133,7 +135,7 @@ class _Counts(ctypes.Structure):
 
 
 def resident_nbytes(fd: int, offset: int, nbytes: int) -> int | None:
-    """How many of a file's bytes are in the page cache, by whole pages; None if the system does not report it.
+    """Return the bytes of a file range in the page cache, by whole pages; None if the system does not report them.
 
     Uses cachestat(2). If that is missing or not permitted, uses mincore(2), but only for files that this process may
     write: Linux 5.2 and later report all pages of other files as resident (mm/mincore.c, can_do_mincore).
@@ -150,7 +152,7 @@ def resident_nbytes(fd: int, offset: int, nbytes: int) -> int | None:
 
 
 def read_ahead_nbytes(fd: int) -> int:
-    """The kernel's read-ahead window of the file's device, in bytes."""
+    """Return the kernel's read-ahead window of the file's device, in bytes."""
     device = os.fstat(fd).st_dev
     try:
         text = Path(f"/sys/class/bdi/{os.major(device)}:{os.minor(device)}/read_ahead_kb").read_text()
@@ -190,7 +192,7 @@ class Filesystem:
     """The file system of a file."""
 
     kind: str
-    """The kind as mount(8) names it: ext4, xfs, nfs4, overlay ...; "unknown" if the system does not report it."""
+    """The name of the kind as in mount(8): ext4, xfs, nfs4, overlay ...; "unknown" if the system does not report it."""
     mount_point: str
     block_nbytes: int
     """Preferred I/O size of the file system."""
@@ -199,14 +201,14 @@ class Filesystem:
 
 
 def filesystem_of(path: Path) -> Filesystem:
-    """The file system of an existing file."""
+    """Return the file system of an existing file."""
     status = path.stat()
     mount_point, kind = _mount_of(path)
     return Filesystem(kind, mount_point, status.st_blksize, _drive_block(status.st_dev))
 
 
 def _mount_of(path: Path) -> tuple[str, str]:
-    """Mount point and kind of a file's file system; see proc(5), fdinfo and mountinfo."""
+    """Return mount point and kind of a file's file system; see proc(5), fdinfo and mountinfo."""
     try:
         fd = os.open(path, os.O_PATH | os.O_CLOEXEC)
         try:
@@ -233,12 +235,12 @@ def _drive_block(device: int) -> int | None:
 
 
 def advice_on_limit() -> str:
-    """Advice for EMFILE: the process has reached its limit of open files."""
+    """Return the advice for EMFILE: the process has reached its limit of open files."""
     return f"this process may open {max_descriptors()} files: raise that with ulimit -n"
 
 
 def max_descriptors() -> int:
-    """How many files this process may have open."""
+    """Return the maximum number of files that this process may have open."""
     limit = resource.getrlimit(resource.RLIMIT_NOFILE)[0]
     return sys.maxsize if limit == resource.RLIM_INFINITY else limit
 
@@ -248,25 +250,25 @@ _CONTROLLERS = {
     "": ("", "memory.max", "memory.current", ""),
     "memory": ("memory", "memory.limit_in_bytes", "memory.usage_in_bytes", "total_"),
 }
-"""The memory controllers of cgroups, versions 2 and 1, by the name in /proc/self/cgroup: the folder, the files of limit
-and usage, and how the counters of a cgroup with those below it begin."""
+"""The memory controllers of cgroups (versions 2 and 1) by their name in /proc/self/cgroup. Each value is the folder,
+the file of the limit, the file of the usage, and the prefix of the counters that include child cgroups."""
 
 
 def peak_nbytes() -> int:
-    """Peak resident memory in bytes."""
-    # ru_maxrss is not for Linux, where it includes the process image before exec.
+    """Return the peak resident memory in bytes."""
+    # ru_maxrss is not used on Linux, where it includes the process image before exec.
     unit = 1 if sys.platform == "darwin" else 1024
     return proc_nbytes("self/status", "VmHWM") or resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit
 
 
 def available_nbytes() -> int:
-    """Memory that this process could get without swapping: of the system, and of the cgroups that it is in."""
+    """Return the bytes that this process could allocate without swapping, limited by the system and by its cgroups."""
     system = proc_nbytes("meminfo", "MemAvailable") or os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
     return min([system, *_left_in_cgroups()])
 
 
 def _left_in_cgroups() -> Iterator[int]:
-    """What each cgroup of this process has left of its limit. Pages of files can be dropped, and count as left."""
+    """Yield the bytes left below the limit of each cgroup of this process, counting file pages, which can be dropped."""
     with suppress(OSError):
         for line in (_PROC / "self/cgroup").read_text().splitlines():
             _, controller, path = line.split(":", 2)
@@ -283,7 +285,7 @@ def _left_in_cgroups() -> Iterator[int]:
 
 
 def proc_nbytes(file: str, field: str) -> int | None:
-    """A field that a file below /proc has in kB, in bytes; None if there is none."""
+    """Return a field in kB of a file below /proc, in bytes; None if the field does not exist."""
     with suppress(OSError, StopIteration):
         lines = (_PROC / file).read_text().splitlines()
         return next(int(line.split()[1]) * 1024 for line in lines if line.startswith(f"{field}:"))
@@ -295,43 +297,43 @@ HUGE_PAGE = 2 * 2**20
 
 _ENABLED = Path("/sys/kernel/mm/transparent_hugepage/enabled")
 _OTHER_SHARE = 1 / 20
-"""Most of the time that may be lost by trying the pages that were dearer."""
+"""Largest share of the time that measuring the slower page size may cost."""
 _MIN_BETWEEN = 8
-"""The least number of touches between two trials, each of which divides a mapping."""
+"""Minimum number of touches between two measurements of the slower page size. Each one divides a mapping."""
 _MOST_AT_ONCE = 4.0
-"""One touch that took longer than so many times the cost says no more: something came between."""
+"""Cap of one sample as a multiple of the mean; longer samples are scheduling noise."""
 _FORGOTTEN_SECONDS = 1.0
-"""What was measured longer ago says nothing about the memory that is free now."""
+"""Seconds after which a measurement expires: it does not describe the memory that is free now."""
 
 
 @dataclass(frozen=True, slots=True)
 class PageCosts:
-    """What it costs to touch `HUGE_PAGE` bytes of fresh memory, as huge page or as small ones. Pure."""
+    """The measured cost of touching `HUGE_PAGE` bytes of fresh memory as one huge page or as small pages. Immutable."""
 
     huge: float | None = None
-    """Seconds, lately; None: not tried."""
+    """Recent mean in seconds for a huge page. None: not measured."""
     small: float | None = None
     spent: float = 0.0
-    """Seconds since the dearer pages were tried."""
+    """Seconds of page touching since the slower page size was last measured."""
     wait: float = 0.0
-    """When so much has been spent they are tried again."""
+    """Seconds of page touching after which the slower page size is measured again."""
 
     @property
     def are_huge_better(self) -> bool:
-        """Whether huge pages cost less, or hardly more: the drive and the processor are faster with them."""
+        """True if huge pages cost less or hardly more than small ones: drives and processors are faster with them."""
         return self.small is None or (self.huge is not None and self.huge <= 1.1 * self.small)
 
     @property
     def is_next_huge(self) -> bool:
-        """Whether the next page should be huge: the better kind, or now and then the other, to measure it."""
+        """True if the next page should be huge: the faster size, or occasionally the slower one to measure it."""
         if self.huge is None or self.small is None:
             return self.huge is None
         return self.are_huge_better != (self.spent >= self.wait)
 
     def after(self, seconds: float, *, is_huge: bool) -> PageCosts:
-        """The costs when touching `HUGE_PAGE` bytes has taken so long."""
+        """Return the costs updated by one sample: touching `HUGE_PAGE` bytes took `seconds`."""
         known = self.huge if is_huge else self.small
-        weight = 1 / 4 if is_huge == self.are_huge_better else 1 / 2  # Few tell about the dearer ones.
+        weight = 1 / 4 if is_huge == self.are_huge_better else 1 / 2  # The slower size has few samples.
         cost = seconds if known is None else known + weight * (min(seconds, _MOST_AT_ONCE * known) - known)
         costs = replace(self, huge=cost) if is_huge else replace(self, small=cost)
         if costs.huge is None or costs.small is None:
@@ -340,13 +342,13 @@ class PageCosts:
             return replace(costs, spent=self.spent + seconds)
         better, other = sorted((costs.huge, costs.small))
         excess = (seconds if is_huge != costs.are_huge_better else other) - better
-        # The first that is cheaper than expected is followed by others at once.
+        # If this sample was cheaper than expected, measure the slower size again at once.
         wait = 0.0 if excess < -better / 5 else max(excess / _OTHER_SHARE, _MIN_BETWEEN * better)
         return replace(costs, spent=0.0, wait=wait)
 
 
 class _Machine:
-    """What this process knows of the machine's memory. Thread-safe: an observation that is lost does no harm."""
+    """The memory measurements of this process. Thread-safe: losing an observation does no harm."""
 
     def __init__(self) -> None:
         self.costs = PageCosts()
@@ -356,7 +358,7 @@ class _Machine:
             self.can_choose = "[never]" not in _ENABLED.read_text() and hasattr(mmap, "MADV_HUGEPAGE")
 
     def next(self) -> bool:
-        """Whether the next page should be huge."""
+        """Return True if the next page should be huge."""
         if time.monotonic() > self._measured_at + _FORGOTTEN_SECONDS:
             self.costs = PageCosts()
         return self.costs.is_next_huge
@@ -376,22 +378,22 @@ def _this_machine() -> _Machine:
 
 
 class FreshMemory:
-    """Pages of new anonymous memory, which are chosen and touched by whoever is about to fill them. Thread-safe."""
+    """Pages of new anonymous memory. The thread about to fill a page chooses its size and touches it. Thread-safe."""
 
     def __init__(self, memory: mmap.mmap, start: int = 0, nbytes: int | None = None) -> None:
-        """Take the part of `memory` that will be used; what is not a whole huge page is left to the kernel."""
+        """Manage the part of `memory` that will be used; bytes outside whole huge pages are left to the kernel."""
         nbytes = len(memory) - start if nbytes is None else nbytes
         self._address = address_of(memory) + start
         self._first = -self._address % HUGE_PAGE
         count = max(0, nbytes - self._first) // HUGE_PAGE
         self._untouched = set(range(count)) if _this_machine().can_choose else set()
-        """Numbers of huge pages. Removing one claims it: of two threads, one succeeds."""
+        """Numbers of huge pages that were not touched. Removing one claims it: of two threads, one succeeds."""
         self._whole = self._address + self._first, count * HUGE_PAGE
         self._are_huge: bool | None = None
-        """What the kernel was told about all of it."""
+        """The last advice given to the kernel for all huge pages: huge or small. None: no advice yet."""
 
     def touch(self, offset: int, nbytes: int) -> None:
-        """Have the kernel allocate pages for this part, and measure what they cost. Content stays as it is."""
+        """Have the kernel allocate pages for this part, and measure their cost. The content is unchanged."""
         if not self._untouched:
             return
         for page in range((offset - self._first) // HUGE_PAGE, -((self._first - offset - nbytes) // HUGE_PAGE)):
@@ -403,12 +405,12 @@ class FreshMemory:
                 self._untouched.clear()
 
     def _allocate(self, address: int) -> bool:
-        """Allocate a huge page, or small ones; False if this system lets nobody choose."""
+        """Allocate a huge page, or small ones; return False if this system does not let the process choose."""
         machine = _this_machine()
         is_huge = machine.next()
         if not self._advise(address, is_huge=is_huge, is_better=is_huge == machine.costs.are_huge_better):
             return False
-        # The time of this thread: it has the host's part in it, and not what other threads do meanwhile.
+        # Thread time includes the hypervisor's work for this thread, and excludes the work of other threads.
         began = time.thread_time()
         if not populate(address, HUGE_PAGE, writable=True):
             advise(*self._whole, mmap.MADV_HUGEPAGE)  # An old kernel: nothing can be measured.
@@ -426,9 +428,9 @@ class FreshMemory:
 
 
 def in_huge_pages(nbytes: int) -> memoryview:
-    """New memory in huge pages, whatever they cost, if the system has any: for buffers that are filled many times.
+    """Return new memory in huge pages, at any cost, if the system has any: for buffers that are filled many times.
 
-    They are few, and a drive was seen to read into small pages at half of its speed.
+    Such buffers are few, and a drive was observed to read into small pages at half of its speed.
     """
     memory = mmap.mmap(-1, align_up(nbytes, HUGE_PAGE) + HUGE_PAGE, flags=mmap.MAP_PRIVATE | mmap.MAP_ANON)
     if _this_machine().can_choose:
@@ -439,17 +441,17 @@ def in_huge_pages(nbytes: int) -> memoryview:
 
 
 def address_of(memory: mmap.mmap) -> int:
-    """Address of its first byte."""
+    """Return the address of the first byte of a mapping."""
     return ctypes.addressof(ctypes.c_char.from_buffer(memory))
 
 
 def are_small() -> bool:
-    """Whether small pages were measured to be better here."""
+    """Return True if small pages were measured to be faster on this machine."""
     return bool(_machine) and not _machine[0].costs.are_huge_better
 
 
 def describe_pages() -> str:
-    """Which pages fresh memory gets, and why, for a person."""
+    """Return a text for people: the page size chosen for fresh memory, and the reason."""
     machine = _this_machine()
     huge, small = machine.costs.huge, machine.costs.small
     if not machine.can_choose:
@@ -475,9 +477,9 @@ class Buffer:
         self._memory: memoryview | None = None
 
     def reserve(self, nbytes: int) -> memoryview:
-        """The first `nbytes` of the memory. Growing it discards its content."""
+        """Return the first `nbytes` of the memory. Growing it discards its content."""
         if self._memory is None or self._memory.nbytes < nbytes:
-            self._memory = None  # Freed before more is taken.
+            self._memory = None  # Free it before allocating more.
             if nbytes < HUGE_PAGE:
                 memory = mmap.mmap(-1, align_up(max(nbytes, 1), BLOCK), flags=mmap.MAP_PRIVATE | mmap.MAP_ANON)
                 self._memory = memoryview(memory)
@@ -486,7 +488,7 @@ class Buffer:
         return self._memory[:nbytes]
 
     def discard(self) -> None:
-        """Give the pages back now, whatever still refers to the memory; its content is lost."""
+        """Return the pages to the system now, even if the memory is still referenced. Its content is lost."""
         if self._memory is not None and hasattr(mmap, "MADV_DONTNEED"):
             mapping = self._memory.obj
             assert isinstance(mapping, mmap.mmap)

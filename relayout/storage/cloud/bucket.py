@@ -22,13 +22,13 @@ if TYPE_CHECKING:
     from obstore.store import ObjectStore
 
 PART_NBYTES = 8 * 2**20
-"""The size of parts, of files of up to `_MAX_PARTS` of them; providers want 5 MiB at least."""
+"""Bytes of one part of an upload with up to `_MAX_PARTS` parts. Providers require at least 5 MiB."""
 _MAX_PARTS = 9000
-"""Providers take 10,000 and more."""
+"""Maximum number of parts of one upload. Providers accept 10,000 or more."""
 
 
 def offer(url: str) -> CloudStore:
-    """The store of a prefix of a bucket."""
+    """Return the store of a prefix of a bucket."""
     check_url(url)
     scheme, _, rest = url.partition("://")
     bucket, _, prefix = rest.rstrip("/").partition("/")
@@ -37,18 +37,18 @@ def offer(url: str) -> CloudStore:
 
 @dataclass(frozen=True, slots=True, repr=False)
 class BucketClient:
-    """A bucket of S3, GCS or Azure. It is pickled as its URL: credentials are found again where it is unpickled."""
+    """A bucket of S3, GCS or Azure. It is pickled as its URL; unpickling looks up the credentials again."""
 
     root: str
     store: ObjectStore
-    """Its names are the full names of objects."""
+    """obstore's store of the bucket. Its names are full object names."""
     uploaders: list[ObjectStore] = field(default_factory=list, compare=False)
-    """The one for uploads, when it is made."""
+    """Contains the store for uploads, once it was created."""
     cost: ClassVar[RequestCost] = CLOUD_COST
 
     @classmethod
     def of(cls, root: str) -> BucketClient:
-        """Make the client; no request is made yet."""
+        """Return the client without making a request."""
         return cls(root, connect.make_store(root))
 
     def __reduce__(self) -> tuple[object, ...]:
@@ -79,7 +79,7 @@ class BucketClient:
         return if_there(lambda: self._stat_of(request(lambda: self.store.head(name), f"{self.root}/{name}")))
 
     def _stat_of(self, meta: ObjectMeta) -> FileStat:
-        """What obstore says of an object. Without an ETag, its time is the version."""
+        """Return obstore's metadata of an object. Without an ETag, its modification time is the version."""
         tag = meta["e_tag"]
         vouched = f"{self.root}/{meta['path']} {tag}" if tag and is_comparable(tag) else None
         return FileStat(meta["size"], tag or f"{meta['last_modified'].isoformat()} {meta['size']}", vouched=vouched)
@@ -94,7 +94,7 @@ class BucketClient:
                 pages = pages or iter(self.store.list(prefix or None, offset=last))
                 return next(pages, None)
             except BaseException:
-                pages = None  # An iterator that has failed cannot continue.
+                pages = None  # A failed iterator cannot continue.
                 raise
 
         while page := request(next_page, location):
@@ -120,12 +120,12 @@ class BucketClient:
         except FormatError as error:
             if error.code != "missing":
                 raise
-            if len(names) > 1:  # Azure reports a missing object as an error, and may have kept the others.
+            if len(names) > 1:  # Azure reports a missing object as an error, and may not have deleted the rest.
                 for name in names:
                     self.delete([name])
 
     def upload(self, name: str, file: Path, num_streams: int, check: Callable[[], None]) -> Version:
-        """Parts are sent by obstore, which repeats each that fails, for as long as `failures` does."""
+        """Send the parts by obstore, which repeats each failed part for as long as `failures` does."""
         location, nbytes = f"{self.root}/{name}", file.stat().st_size
         part_nbytes = align_up(max(PART_NBYTES, -(-nbytes // _MAX_PARTS)), 2**20)
         if nbytes <= part_nbytes:
@@ -138,20 +138,20 @@ class BucketClient:
 
         try:
             return _version(request(send, location))
-        except FormatError:  # Of an upload that is missing, as of an object.
+        except FormatError:  # The missing object is the upload.
             what = "its upload no longer exists: aborted by another process or a lifecycle rule; convert again"
             raise RequestError(errno.EIO, what, location) from None
 
     @property
     def _uploader(self) -> ObjectStore:
-        """The store with the settings for large requests. All uploads share its connections."""
+        """obstore's store with the settings for large requests. All uploads share its connections."""
         if not self.uploaders:
             self.uploaders.append(connect.make_store(self.root, for_uploads=True))
         return self.uploaders[0]
 
 
 def _checked(read: Callable[[], bytes], check: Callable[[], None]) -> Iterator[bytes]:
-    """What `read` returns until nothing is left."""
+    """Yield the results of `read` until it returns nothing."""
     while piece := read():
         check()
         yield piece
@@ -164,7 +164,7 @@ def _version(meta: Any) -> Version:
 def check_answer(
     stat: FileStat, part: tuple[int, int], start: int, end: int | None, version: str | None, location: str
 ) -> None:
-    """Check that an answer is to its request."""
+    """Check that an answer has the requested version and range."""
     if version is not None and stat.version != version:  # Some servers ignore If-Match.
         raise was_replaced(location)
     if part != (start, stat.nbytes if end is None else min(end, stat.nbytes)):
@@ -179,5 +179,5 @@ def _pieces(result: GetResult, location: str, part: tuple[int, int]) -> Iterator
 
 
 def is_comparable(version: str) -> bool:
-    """Whether a version is an ETag that servers compare: weak ones never match (RFC 9110, section 13.1.1)."""
+    """Return True if a version is an ETag that servers compare: weak ones never match (RFC 9110, section 13.1.1)."""
     return version.startswith('"')

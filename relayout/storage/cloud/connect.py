@@ -1,7 +1,7 @@
-"""Connections: how stores are reached, by obstore.
+"""Connections to stores by obstore: endpoints, credentials, proxies and timeouts.
 
-Each provider's variables are those of its own tools; for S3, `~/.aws` counts if boto3 is installed. STORES.md lists
-them.
+Each provider has the same environment variables as its own tools. For S3, `~/.aws` is read if boto3 is installed.
+STORES.md lists the variables.
 """
 
 from __future__ import annotations
@@ -26,13 +26,13 @@ if TYPE_CHECKING:
     from obstore.store import ObjectStore
 
 CONNECT_SECONDS = 5.0
-"""Seconds without a connection after which a request is made again."""
+"""Seconds without a connection after which a request is repeated."""
 STALL_SECONDS = 20.0
-"""A request that has brought no byte for so long is made again, from where it was."""
+"""Seconds without a byte after which a request is repeated, from the byte that it had reached."""
 RETRY_SECONDS = 90.0
-"""Seconds without a byte after which a failed request is not made again."""
+"""Seconds without a byte after which a failed request is given up."""
 UPLOAD_SECONDS = 120.0
-"""Seconds that one part of an upload may take; all that are under way share the connection."""
+"""Seconds that one part of an upload may take. All parts in flight share the connection."""
 
 _ENDPOINTS = {
     "s3": ("AWS_ENDPOINT_URL_S3", "AWS_ENDPOINT_URL", "AWS_ENDPOINT"),
@@ -44,13 +44,13 @@ _KEYS = {
     "gs": ("GOOGLE_BEARER_TOKEN", "GOOGLE_SKIP_SIGNATURE"),
     "az": ("AZURE_STORAGE_ACCOUNT_KEY", "AZURE_STORAGE_SAS_TOKEN", "AZURE_SKIP_SIGNATURE"),
 }
-"""Where one of these is set, no service is asked for credentials."""
+"""Variables with credentials. If one of a provider's variables is set, no credential service is called."""
 _SERVICES = {
     "s3": ("AWS_CONTAINER_CREDENTIALS_FULL_URI", "AWS_ENDPOINT_URL_STS", "AWS_METADATA_ENDPOINT"),
     "gs": ("GCE_METADATA_HOST", "GCE_METADATA_ROOT", "GCE_METADATA_IP"),
     "az": ("AZURE_AUTHORITY_HOST", "AZURE_STORAGE_AUTHORITY_HOST", "AZURE_IDENTITY_ENDPOINT", "IDENTITY_ENDPOINT"),
 }
-"""Variables that name services of credentials, by URL or host."""
+"""Variables that name credential services, by URL or host."""
 _OWN_SERVICES = {
     "s3": ("http://169.254.169.254", "http://169.254.170.2", "https://sts.{region}.amazonaws.com"),
     "gs": (
@@ -61,17 +61,17 @@ _OWN_SERVICES = {
     ),
     "az": ("http://169.254.169.254", "https://login.microsoftonline.com"),
 }
-"""The services that the providers have themselves."""
+"""The providers' own credential services."""
 _NOWHERE = "socks5://127.0.0.1:0"
-"""A proxy that nothing can reach: obstore does not know the scheme, and nothing listens at port 0."""
+"""A proxy that is unreachable: obstore does not support the scheme, and no server listens at port 0."""
 _REGIONS = ("AWS_REGION", "AWS_DEFAULT_REGION")
 
 
 def require(module: str, what: str, extra: str) -> None:
-    """Raise PlanError unless an optional package is installed, which `what` needs and an extra of relayout brings."""
+    """Raise PlanError unless an optional package is installed: `what` requires it, an extra of relayout installs it."""
     try:
         is_there = find_spec(module) is not None
-    except ModuleNotFoundError:  # Nor is the package that it is in.
+    except ModuleNotFoundError:  # Its parent package is missing, too.
         is_there = False
     if not is_there:
         raise PlanError(
@@ -82,7 +82,7 @@ def require(module: str, what: str, extra: str) -> None:
 
 
 def make_store(root: str, *, for_uploads: bool = False) -> ObjectStore:
-    """obstore's client for the URL of a bucket. PlanError: the environment is not as a provider expects it."""
+    """Return obstore's client for the URL of a bucket. PlanError: a provider's environment settings are invalid."""
     require("obstore", root, "cloud" if urlsplit(root).scheme in _ENDPOINTS else "web")
     from obstore.exceptions import BaseError
     from obstore.store import from_url
@@ -93,8 +93,8 @@ def make_store(root: str, *, for_uploads: bool = False) -> ObjectStore:
     options: Any = _client_options(scheme, endpoint)
     if endpoint is not None:
         options |= _fence(endpoint, () if "credential_provider" in settings else _services(scheme, settings))
-    retries: Any = {"max_retries": 0}  # `failures.request` does it, for all kinds of stores alike.
-    if for_uploads:  # Of the many requests of one upload, only obstore can repeat one.
+    retries: Any = {"max_retries": 0}  # `failures.request` repeats requests, for all kinds of stores alike.
+    if for_uploads:  # Only obstore can repeat one of the many requests of an upload.
         options["read_timeout"] = timedelta(seconds=UPLOAD_SECONDS)
         retries = {"max_retries": 1000, "retry_timeout": timedelta(seconds=RETRY_SECONDS + UPLOAD_SECONDS)}
     try:
@@ -104,13 +104,13 @@ def make_store(root: str, *, for_uploads: bool = False) -> ObjectStore:
 
 
 def _first_line(error: BaseException) -> str:
-    """What obstore says of settings, without URLs."""
+    """Return the first line of obstore's error about settings, without URLs."""
     lines = str(error).splitlines() or [""]
     return re.sub(r"[a-z0-9+]+://\S+", "URL", lines[0])[:200]
 
 
 def named_certificates(scheme: str) -> str | None:
-    """The file of certificates that is named for S3; None: those of the system, or of SSL_CERT_FILE."""
+    """Return the certificate file named for S3. None: the certificates of the system, or of SSL_CERT_FILE, apply."""
     file = os.environ.get("AWS_CA_BUNDLE") if scheme == "s3" else None
     if file and not os.access(file, os.R_OK):
         raise PlanError("the file cannot be read", path=f"AWS_CA_BUNDLE={file}", code="option")
@@ -118,21 +118,21 @@ def named_certificates(scheme: str) -> str | None:
 
 
 def is_set(name: str) -> bool:
-    """Whether a variable says yes."""
+    """Return True if an environment variable is set to 1, true, yes or on."""
     return os.environ.get(name, "").lower() in ("1", "true", "yes", "on")
 
 
 def endpoint_of(scheme: str) -> str | None:
-    """The endpoint that the environment names."""
+    """Return the endpoint in the environment, or None."""
     return next((value for name in _ENDPOINTS.get(scheme, ()) if (value := os.environ.get(name))), None)
 
 
 def _client_options(scheme: str, endpoint: str | None) -> dict[str, Any]:
-    """The options for obstore's client. Options given in code replace all of those that it finds in the environment."""
+    """Return the options for obstore's client. Options given in code replace all options from the environment."""
     options: dict[str, Any] = {
         "connect_timeout": timedelta(seconds=CONNECT_SECONDS),
         "read_timeout": timedelta(seconds=STALL_SECONDS),
-        "timeout": timedelta(hours=24),  # An answer may take as long as it likes while bytes arrive.
+        "timeout": timedelta(hours=24),  # An answer may take any time while bytes arrive.
     }
     if (file := named_certificates(scheme)) is not None:
         options["root_certificate"] = Path(file).read_bytes()
@@ -142,7 +142,7 @@ def _client_options(scheme: str, endpoint: str | None) -> dict[str, Any]:
 
 
 def _services(scheme: str, settings: Mapping[str, Any]) -> list[str]:
-    """URLs of the services that obstore may ask for credentials: none if it was given some."""
+    """Return the URLs of the services that obstore may call for credentials; empty if credentials are configured."""
     if any(is_set(name) if name.endswith("_SKIP_SIGNATURE") else os.environ.get(name) for name in _KEYS[scheme]):
         return []
     named = [value for name in _SERVICES[scheme] if (value := os.environ.get(name))]
@@ -151,10 +151,11 @@ def _services(scheme: str, settings: Mapping[str, Any]) -> list[str]:
 
 
 def _fence(endpoint: str, services: Iterable[str]) -> dict[str, str]:
-    """Options that keep obstore, which follows redirects anywhere, on the host of an endpoint that somebody named.
+    """Return options that keep obstore, which follows redirects anywhere, on the host of a configured endpoint.
 
-    All other hosts are behind a proxy that nothing can reach, but for the services that credentials come from. Where
-    one of these needs the environment's own proxy, there is no such fence: obstore takes one proxy only.
+    All other hosts, except the services for credentials, are assigned an unreachable proxy. obstore accepts only one
+    proxy: if one of these hosts requires the environment's own proxy, the result is empty, and redirects are not
+    restricted.
     """
     urls = [urlsplit(url) for url in (endpoint, *services)]
     if any(_is_proxied(url.scheme, url.hostname or "") for url in urls):
@@ -163,12 +164,12 @@ def _fence(endpoint: str, services: Iterable[str]) -> dict[str, str]:
 
 
 def _is_proxied(scheme: str, host: str) -> bool:
-    """Whether the environment has a proxy for a host. NO_PROXY may name networks, too."""
+    """Return True if the environment has a proxy for a host. NO_PROXY may contain networks, too."""
     proxies = getproxies()
     if not (proxies.get(scheme) or proxies.get("all")) or proxy_bypass(host):
         return False
     for excluded in proxies.get("no", "").split(","):
-        with suppress(ValueError):  # One of them is a name.
+        with suppress(ValueError):  # `excluded` is a host name.
             if ip_address(host) in ip_network(excluded.strip(), strict=False):
                 return False
     return True
@@ -176,16 +177,16 @@ def _is_proxied(scheme: str, host: str) -> bool:
 
 @dataclass(frozen=True, slots=True, repr=False)
 class S3Settings:
-    """Where S3 is, and whose credentials count."""
+    """Endpoint, region and credentials for S3."""
 
     endpoint: str | None
     region: str | None
     profile: Session | None
-    """A session of boto3 with a profile's credentials; None: those of the environment, or of a role."""
+    """A boto3 session with a profile's credentials. None: the credentials come from the environment, or from a role."""
 
     def for_obstore(self) -> dict[str, Any]:
-        """Arguments for obstore, without what is not set."""
-        # Unsigned: the transport proves the payload; hashing takes 1 to 2 s/GB.
+        """Return arguments for obstore, without settings that are not set."""
+        # Unsigned: TLS protects the payload; hashing takes 1 to 2 s/GB.
         settings: dict[str, Any] = {"unsigned_payload": True, "endpoint": self.endpoint, "region": self.region}
         if self.profile is not None:
             from obstore.auth.boto3 import Boto3CredentialProvider
@@ -195,7 +196,7 @@ class S3Settings:
 
 
 def s3_settings() -> S3Settings:
-    """What the environment, or a profile, says of S3."""
+    """Return the settings for S3 from the environment, or from a profile."""
     endpoint = endpoint_of("s3")
     region = next((value for name in _REGIONS if (value := os.environ.get(name))), None)
     profile = os.environ.get("AWS_PROFILE")
@@ -219,7 +220,7 @@ def s3_settings() -> S3Settings:
 
 
 def _has_profiles() -> bool:
-    """Whether there is something in `~/.aws`, and boto3 to read it."""
+    """Return True if `~/.aws` has a file and boto3 is installed to read it."""
     files = (
         os.environ.get("AWS_SHARED_CREDENTIALS_FILE", "~/.aws/credentials"),
         os.environ.get("AWS_CONFIG_FILE", "~/.aws/config"),

@@ -1,7 +1,7 @@
 """Retries and errors of requests. Each error names the object, the range and what to do, and never shows a secret.
 
-The texts of clients have URLs, which may be signed, and parts of answers, which may be anything. Only the status, the
-server's error code and the kind of failure are passed on.
+The error texts of clients contain URLs, which may be signed, and parts of answers, which may have any content. Only the
+status, the server's error code and the kind of failure are passed on.
 """
 
 from __future__ import annotations
@@ -26,47 +26,53 @@ FIRST_DELAY_SECONDS = 0.5
 MAX_DELAY_SECONDS = 15.0
 _MAX_RETRY_AFTER_SECONDS = 60.0
 _TELL_SECONDS = 5.0
-"""Seconds without success after which a person is told what is waited for, at most once a minute."""
+"""Seconds without success before a warning names the failing request. Warnings are at least `_TELL_AGAIN_SECONDS`
+apart."""
 _TELL_AGAIN_SECONDS = 60.0
 
 _REFUSED_SECONDS = 4.0
-"""Seconds for which a server is asked that refuses connections or whose name cannot be looked up, and that has not
-answered this process before: it may just be starting, but more likely name or port is wrong, or there is no network."""
+"""Seconds of retries for a server that has not answered this process before, if it refuses connections or its name
+cannot be looked up. It may just be starting; more likely the name or port is wrong, or the network is down."""
 
 _TRANSIENT = frozenset(
     {errno.EAGAIN, errno.EIO, errno.ETIMEDOUT, errno.ECONNRESET, errno.ECONNREFUSED, errno.ENETUNREACH, errno.ENETDOWN}
 )
-"""Errors that may pass, so that the request is repeated."""
+"""Transient errors: the request is repeated."""
 _UNKNOWN_NAME, _NO_LOOKUP = errno.EHOSTUNREACH, errno.ENETDOWN
-"""Errors of looking up a server's name: it does not exist; or it cannot be looked up now, as without a network. The
-first is repeated only if the server has answered before: then the network has failed, and not the caller."""
+"""Errors of looking up a server's name: the name does not exist; or it cannot be looked up now, as without a
+network. The first is repeated only if the server has answered before: then the network failed, and the name is
+right."""
 
 _STATUS = re.compile(r"status code: ([0-9]{3})")
 _CODE = re.compile(r"<Code>([A-Za-z.]{1,60})</Code>")
 
 _warned = float("-inf")
-"""When the last warning was given, by the clock `time.monotonic`."""
+"""Time of the last warning, by the clock `time.monotonic`."""
 _answered: set[str] = set()
 """Servers and buckets that have answered this process: scheme and host of their URLs."""
 _used_by: int | None = None
-"""The process in which obstore's threads are. A forked child has none of them: a request there would wait forever."""
+"""Id of the process that has obstore's threads. A forked child has no such threads: a request there would wait
+forever."""
 
 
 class Patience:
-    """How long a failing request is repeated: for `RETRY_SECONDS` without progress, at growing intervals."""
+    """The retry policy of a failing request: `RETRY_SECONDS` without progress, at growing intervals."""
 
     def __init__(self) -> None:
         self._start = time.monotonic()
         self._delay = FIRST_DELAY_SECONDS
 
     def wait(self, error: RequestError) -> None:
-        """Wait before the next request; in a worker, until another worker fails at the latest."""
+        """Wait before the next attempt, or raise `error` if the retries have ended.
+
+        In a worker, the wait ends early when another worker fails.
+        """
         now = time.monotonic()
         if error.status is not None:
             _answered.add(_server(error.filename))
         limit, has_answered = connect.RETRY_SECONDS, _server(error.filename) in _answered
         if not has_answered:
-            # Whichever file was asked for first: none can be.
+            # No file can be read, so the error names the folder instead of the file that was requested first.
             error.filename = error.filename.rpartition("/")[0] if error.filename.count("/") > 3 else error.filename
             limit = min(limit, _REFUSED_SECONDS) if error.errno in (errno.ECONNREFUSED, _NO_LOOKUP) else limit
         left = self._start + limit - now
@@ -93,7 +99,7 @@ def _warn(error: RequestError, left: float) -> None:
 
 
 def request(call: Callable[[], Answer], location: str, part: tuple[int, int] | None = None) -> Answer:
-    """Call obstore; translate its errors, and repeat the call as `persistent` does.
+    """Call obstore, translate its errors, and repeat the call as `persistent` does.
 
     Args:
         location: the object's name in messages.
@@ -103,7 +109,7 @@ def request(call: Callable[[], Answer], location: str, part: tuple[int, int] | N
 
 
 def persistent(call: Callable[[], Answer], location: str) -> Answer:
-    """Call, and repeat the call while it raises a RequestError that may pass. All requests to stores are made so."""
+    """Call, and repeat the call while it raises a transient RequestError. All requests to stores use this function."""
     check_process(location)
     patience = Patience()
     while True:
@@ -134,13 +140,13 @@ def translated(call: Callable[[], Answer], location: str, part: tuple[int, int] 
         failure = FormatError(what, path=location, code="unsafe")
     except exceptions.BaseError as error:
         failure = request_error(str(error), location, part)
-        if failure.status == 412:  # In the middle of a body, obstore has no class for it.
+        if failure.status == 412:  # obstore has no exception class for this status in the middle of a body.
             failure = replaced(location)
-    raise failure  # Here, so that it does not refer to obstore's error, which a traceback would show.
+    raise failure  # Raised here, without a reference to obstore's error, which a traceback would show.
 
 
 def replaced(location: str) -> FormatError:
-    """The error for an object that is not the one from which other bytes were read."""
+    """Return the error for an object with another version than bytes that were read before."""
     return FormatError("was replaced while it was read", path=location, code="mismatch")
 
 
@@ -167,13 +173,13 @@ def request_error(
     retry_after: str | None = None,
     is_final: bool = False,
 ) -> RequestError:
-    """The error for a failed request.
+    """Return the error for a failed request.
 
     Args:
-        text: what the client says, in obstore's words or similar ones. It is searched, and never shown.
-        status, code: of the server's answer, if the text does not have them.
-        retry_after: the answer's header.
-        is_final: no repetition can succeed, whatever kind of error it is.
+        text: the client's error text, in obstore's words or similar ones. It is searched, and never shown.
+        status, code: values of the server's answer, if the text does not contain them.
+        retry_after: the header `Retry-After` of the answer.
+        is_final: True if no repetition can succeed, regardless of the kind of error.
     """
     status = int(match[1]) if status is None and (match := _STATUS.search(text)) else status
     code = match[1] if not code and (match := _CODE.search(text)) else code
@@ -188,12 +194,12 @@ def request_error(
 
 
 def seconds_of(retry_after: str | None) -> float | None:
-    """Seconds for which a server wants to be left alone; None if it does not say, or says a date."""
+    """Return the seconds in a header `Retry-After`; None if the header is missing or contains a date."""
     return float(retry_after) if retry_after and re.fullmatch(r"[0-9]{1,18}", retry_after, re.ASCII) else None
 
 
 def texts_of(error: BaseException | None) -> str:
-    """Names and texts of an error of a client, and of those that led to it, for `request_error`."""
+    """Return the names and texts of a client's error and of its causes, for `request_error`."""
     texts = []
     while error is not None:
         name = type(error).__name__
@@ -203,7 +209,7 @@ def texts_of(error: BaseException | None) -> str:
 
 
 def _meaning(text: str, status: int | None, code: str) -> tuple[int, str]:
-    """The error number, and what happened and what to do."""
+    """Return the error number, and a text with the failure and the advice."""
     if code in _CODES:
         return _CODES[code]
     if status is not None:
@@ -257,7 +263,7 @@ _CODES = {
         "its upload no longer exists: aborted by another process or a lifecycle rule; convert again",
     ),
 }
-"""The kind of failure by the error code of the server, where the status alone would mislead."""
+"""Kinds of failure by the server's error code, where the status alone would mislead."""
 _STATUSES = {
     3: _REDIRECTED,
     401: _DENIED,
@@ -272,9 +278,9 @@ _STATUSES = {
     501: _UNSUPPORTED,
     503: _BUSY,
 }
-"""The kind of failure by the status, or its first digit."""
+"""Kinds of failure by the status, or by its first digit."""
 _TEXTS = {
-    r"unsupported scheme socks5|127\.0\.0\.1:0\b": _REDIRECTED,  # To where `connect` lets no request go.
+    r"unsupported scheme socks5|127\.0\.0\.1:0\b": _REDIRECTED,  # The redirect went to a host that `connect` blocks.
     r"BareRedirect": (errno.EINVAL, "the bucket is in another region: set AWS_REGION"),
     r"Missing(E[Tt]ag|LastModified|ContentLength|Version)": (errno.EPROTO, _NO_ANSWER),
     r"Missing\w+|169\.254\.|metadata\.google|CredentialsNotLoaded|[Uu]nable to locate credentials"
@@ -299,4 +305,4 @@ _TEXTS = {
     ),
     r"Requested \d+\.\.\d+, got \d+\.\.\d+|RangeNotSupported|ContentRange|content-range": _WRONG_RANGE,
 }
-"""The kind of failure by what the client says of a request without an answer; the first that fits."""
+"""Kinds of failure by a pattern in the client's text about a request without an answer. The first match counts."""

@@ -1,8 +1,8 @@
-"""The store of objects below a prefix: of a bucket, a site, or a repository of the hub; and the clients that it needs.
+"""The store of objects below a prefix of a bucket, a site, or a repository of the hub; and the protocol of its clients.
 
-A client is all that such a store has of its own. One that is only read has the five members of `Client`; one that
-outputs are written to also the three of `WritableClient`. Requests that may succeed later are repeated by the client
-(`failures.persistent`). `CloudStore` and the publisher (`publish.bucket`) do all else.
+Only the client differs between such stores. A client of a read-only store has the five members of `Client`. A client of
+a store for outputs also has the three members of `WritableClient`. The client repeats requests that may succeed later
+(`failures.persistent`). `CloudStore` and the publisher (`publish.bucket`) do everything else.
 """
 
 from __future__ import annotations
@@ -45,13 +45,14 @@ if TYPE_CHECKING:
     from obstore import Bytes
 
 CLOUD_COST = RequestCost(request_nbytes=16 * 2**20, max_gap_nbytes=2**20, concurrency=128, is_remote=True)
-"""A connection to an object store brings 50 to 100 MB/s, and its first byte takes 20 to 200 ms."""
+"""Requests to object stores: one connection transfers 50 to 100 MB/s, and its first byte takes 20 to 200 ms."""
 
 _PROGRESS_NBYTES = 16 * 2**10
-"""Fewer bytes in `connect.STALL_SECONDS`, or before a connection breaks, are no progress, unless no more are left."""
+"""Minimum bytes that count as progress in `connect.STALL_SECONDS`, or before a connection breaks, unless fewer are
+left."""
 
 Version = Mapping[str, str]
-"""The condition of a write that replaces one version of an object. Its keys are the client's own."""
+"""The condition of a write that replaces one version of an object. Each client defines the keys."""
 
 
 class Client(Protocol):
@@ -66,7 +67,7 @@ class Client(Protocol):
 
     @property
     def cost(self) -> RequestCost:
-        """What requests cost."""
+        """The cost of requests."""
 
     def get(self, name: str, start: int, end: int | None, version: str | None) -> Body:
         """Request a range of an object, cut at the end of the object; the whole object if `end` is None.
@@ -79,13 +80,13 @@ class Client(Protocol):
         """
 
     def stat(self, name: str) -> FileStat | None:
-        """The metadata of an object; None if it does not exist."""
+        """Return the metadata of an object; None if it does not exist."""
 
     def list_objects(self, prefix: str) -> Iterator[tuple[str, str]]:
-        """Full names and versions of the objects below a prefix, or of all objects if it is empty.
+        """Yield full names and versions of the objects below a prefix, or of all objects if it is empty.
 
-        Names that differ from the prefix in the last part only, such as "a/bc" for "a/b", are not below it. A version
-        is empty if the listing does not have it.
+        A name that continues the last part of the prefix, such as "a/bc" for "a/b", is not below it. A version is empty
+        if the listing does not contain it.
         """
 
 
@@ -102,43 +103,43 @@ class WritableClient(Client, Protocol):
 
         Raises:
             FileExistsError: the condition does not hold.
-            RequestError: it may have been carried out, or may be carried out later.
+            RequestError: the write may have been carried out, or may be carried out later.
         """
 
     def delete(self, names: Sequence[str]) -> None:
-        """Delete objects; names without an object are no error."""
+        """Delete objects; names without an object are not an error."""
 
     def upload(self, name: str, file: Path, num_streams: int, check: Callable[[], None]) -> Version:
-        """Upload a local file whole, in place of what may be there, and return its version, if the store tells it.
+        """Upload a local file whole, replacing an existing object; return its version if the store reports it.
 
         Args:
             num_streams: parts that are sent at the same time.
-            check: called before each part; it raises to give up. What was sent of the file stays unfinished then, and
-                is the bucket's to delete.
+            check: called before each part. It raises to stop the upload, which then stays incomplete; the bucket
+                deletes it by its lifecycle rules.
 
         Raises:
-            RequestError: it may have been carried out, or may be carried out later.
+            RequestError: the upload may have been carried out, or may be carried out later.
         """
 
 
 @dataclass(frozen=True, slots=True)
 class Body:
-    """The answer to a request, before its bytes are taken."""
+    """The answer to a request, before its bytes are read."""
 
     stat: FileStat
-    """What is known of the whole object."""
+    """Metadata of the whole object."""
     location: str
     part: tuple[int, int]
     """First byte and end of the range."""
     pieces: Iterable[Bytes | bytes]
-    """Raises RequestError, or FormatError if the object was replaced."""
+    """The bytes in pieces. Iterating raises RequestError, or FormatError if the object was replaced."""
     again: Callable[[int], Body]
     """Requests the rest of the range in the same version, from an offset in the object."""
     replaces: Version = field(default_factory=dict)
     """The condition of a write that replaces this version."""
 
     def fill(self, view: memoryview) -> None:
-        """Take all bytes, for which `view` has exactly the room. If a connection breaks, another one continues."""
+        """Read all bytes into `view`, which has exactly their size. If a connection breaks, a new one continues."""
         assert view.nbytes == self.nbytes
         body, done, patience = self, 0, Patience()
         while True:
@@ -166,7 +167,7 @@ class Body:
         return self.part[1] - self.part[0]
 
     def content(self, limit: int | None = None) -> bytes:
-        """All bytes. FormatError: also if they are more than `limit`."""
+        """Return all bytes. FormatError: the object was replaced, or the range is longer than `limit` bytes."""
         if limit is not None and self.nbytes > limit:
             raise FormatError(f"{self.nbytes} bytes, limit {limit}", path=self.location, code="limit")
         view = memoryview(bytearray(self.nbytes))
@@ -177,7 +178,7 @@ class Body:
 def timed(
     pieces: Iterable[Bytes | bytes], location: str, part: tuple[int, int] | None = None
 ) -> Iterator[Bytes | bytes]:
-    """The pieces of a body. A server that sends less than `_PROGRESS_NBYTES` in the time of a stall has stalled."""
+    """Yield the pieces of a body; fail if fewer than `_PROGRESS_NBYTES` arrive in `connect.STALL_SECONDS`."""
     new, since = 0, time.monotonic()
     for piece in pieces:
         yield piece
@@ -189,9 +190,9 @@ def timed(
 
 
 _HEAD_NBYTES = 64 * 2**10
-"""What opening a file of unknown length brings of it: length and version, and the header of most files."""
+"""Bytes read when a file of unknown length is opened: they contain the header of most files."""
 _STAT_NBYTES = 4 * 2**10
-"""Bytes that are read of a file of known length: they tell which file it is. A new connection brings this in one round
+"""Bytes read when a file of known length is opened, to identify it. A new connection transfers them in one round
 trip."""
 
 _URL = re.compile(r"[a-z0-9]+://[^/@?#%\\]+(/[^/?#\\]+)*/?")
@@ -203,7 +204,7 @@ class CloudStore:
     prefix: str
     """The prefix, without leading or trailing slash; "" for the whole bucket."""
     opened: dict[str, HeadFile | ObjectFile] | None = field(default=None, compare=False, repr=False)
-    """The files that a snapshot has opened, by full name; None: each `open` is a new one."""
+    """Files that a snapshot has opened, by full name. None: each call of `open` opens the file again."""
 
     @property
     def cost(self) -> RequestCost:
@@ -242,7 +243,7 @@ class CloudStore:
         return None if file is None else file.stat
 
     def read(self, name: str, limit: int) -> bytes:
-        """One request."""
+        """Read a small file by one request."""
         if self.opened is not None and (file := self.opened.get(self.full_name(name))) is not None:
             return read_whole(file, self.location(name), limit)
         return self.client.get(self.full_name(name), 0, None, None).content(limit)
@@ -250,11 +251,12 @@ class CloudStore:
     def open(
         self, name: str, nbytes: int | None = None, *, access: Access = Access.BUFFERED, version: str | None = None
     ) -> ReadableFile:
-        """One request; none in a snapshot of a bucket if the length is given and any version will do."""
+        """Open a file by one request; in a snapshot of a bucket by none if the length is given and the version is not."""
         if access is Access.DIRECT:
             raise OSError(errno.EOPNOTSUPP, "stores have no direct I/O; use backend 'buffered'", self.location(name))
         full = self.full_name(name)
-        # All objects that can be published have versions; a web server's files may have none, and need proof then.
+        # All objects of a store for outputs have versions. A web server's files may have none, and then need
+        # verification.
         if self.opened is not None and nbytes and version is None and isinstance(self.client, WritableClient):
             known = self.opened.setdefault(full, ObjectFile(self.client, full, nbytes))
             if isinstance(known, ObjectFile) and known.nbytes == nbytes:
@@ -264,7 +266,7 @@ class CloudStore:
         return file
 
     def _opened(self, name: str, version: str | None, head_nbytes: int) -> HeadFile | ObjectFile:
-        """The file that the snapshot has opened, or a new one."""
+        """Return the file that the snapshot has opened, or open it."""
         full = self.full_name(name)
         file = None if self.opened is None else self.opened.get(full)
         if file is None:
@@ -274,7 +276,7 @@ class CloudStore:
         return file
 
     def _open_object(self, full: str, version: str | None, head_nbytes: int) -> HeadFile:
-        """Open an object by one request for its first bytes. The file stays at one version."""
+        """Open an object by one request for its first bytes. The file keeps the version of this answer."""
         try:
             body = self.client.get(full, 0, head_nbytes, version)
             return HeadFile(body.content(), body.stat, partial(_fill, self.client, full, body.stat.version))
@@ -287,40 +289,40 @@ class CloudStore:
             stat = self.client.stat(full) if error.status == 416 else None
             if stat is None or stat.nbytes:
                 raise
-            return HeadFile(b"", stat)  # No range of an object without bytes can be asked for.
+            return HeadFile(b"", stat)  # An empty object has no range to request.
 
     def full_name(self, name: str) -> str:
-        """A file's object name in the bucket."""
+        """Return a file's object name in the bucket."""
         return f"{self.prefix}/{name}" if self.prefix else name
 
 
 class ObjectFile(Closable):
-    """An object of known length that no request was made for yet. It stays at the version of the first answer.
+    """An object of known length, opened without a request. It keeps the version of the first answer.
 
-    Requests that are under way before that ask for any version: their answers are compared with the first one.
+    Concurrent requests before the first answer accept any version. Each answer is compared with the first one.
     Thread-safe.
     """
 
     alignment: ClassVar[int] = 1
 
     def __init__(self, client: Client, name: str, nbytes: int) -> None:
-        """`name` is the full one; `nbytes` is compared with the first answer."""
+        """Open the object with the full name `name`; `nbytes` is compared with the first answer."""
         self.nbytes = nbytes
         self._client = client
         self._name = name
         self._stat: FileStat | None = None
         self._head = b""
-        """The first bytes, if they were read alone: whoever proves the file asks for them again and again."""
+        """The first bytes, if they were read alone: verification of the file reads them repeatedly."""
         self._lock = Lock()
 
     @property
     def version(self) -> str:
-        """`*` before the first answer, as in If-Match: any version, but one."""
+        """The version of the file. `*` before the first answer, as in If-Match: any version, but only one."""
         return "*" if self._stat is None else self._stat.version
 
     @property
     def stat(self) -> FileStat:
-        """The metadata; a request for the first bytes if nothing is known yet. For errors see `read`."""
+        """The metadata, by a request for the first bytes if no answer has arrived yet. For errors see `read`."""
         if self._stat is None:
             self.read(0, memoryview(bytearray(_STAT_NBYTES)))
         assert self._stat is not None
@@ -330,10 +332,10 @@ class ObjectFile(Closable):
         return
 
     def read(self, offset: int, view: memoryview) -> None:
-        """Fill memory from a place of the object, as every `ReadableFile` does.
+        """Fill memory from an offset in the object, as every `ReadableFile` does.
 
         Raises:
-            FormatError: also if the object is missing, or has another length.
+            FormatError: the object is missing, has another length, or was replaced.
         """
         view = view[: max(0, self.nbytes - offset)]
         if not view.nbytes or offset + view.nbytes <= len(self._head):
@@ -343,7 +345,7 @@ class ObjectFile(Closable):
         try:
             body = self._client.get(self._name, offset, offset + view.nbytes, version)
         except RequestError as error:
-            if error.status == 416 and version is None:  # The object is shorter: say what is wrong, if it can be known.
+            if error.status == 416 and version is None:  # The object is shorter: raise the exact error if possible.
                 with suppress(RequestError):
                     if (stat := self._client.stat(self._name)) is not None:
                         self._keep(stat)
@@ -354,7 +356,7 @@ class ObjectFile(Closable):
             self._head = bytes(view)
 
     def _keep(self, stat: FileStat) -> None:
-        """Check that an answer is of the file's version, which is that of the first one."""
+        """Check that an answer has the file's version, which is the version of the first answer."""
         with self._lock:
             if self._stat is None:
                 stat.check(self._location, self.nbytes)
@@ -375,7 +377,7 @@ def _fill(client: Client, name: str, version: str, offset: int, view: memoryview
 
 
 def check_url(url: str) -> None:
-    """Raise PlanError unless a URL names a place in a store."""
+    """Raise PlanError unless a URL is a valid location in a store."""
     scheme, _, rest = url.partition("://")
     parts = set(unquote(rest).split("/"))
     if not _URL.fullmatch(f"{scheme.lower()}://{rest}") or {".", ".."} & parts or not unquote(rest).isprintable():

@@ -1,11 +1,11 @@
 """Many small reads by one system call: asynchronous I/O of Linux (`io_submit`, include/uapi/linux/aio_abi.h).
 
-Threads of Python begin some thousand small reads in a second, whatever the drive could do. Here the kernel keeps many
-reads in flight that one call has begun. With O_DIRECT they are done at the same time; reads through the page cache are
-done one after the other, still without a call of Python for each. (io_uring would do the same, but container runtimes
-forbid it by default.)
+Python threads begin only some thousand small reads per second, even on a faster drive. Here one call begins many reads,
+and the kernel keeps them in flight. With O_DIRECT they run at the same time. Reads through the page cache run one after
+the other, still without a Python call for each. (io_uring would do the same, but container runtimes forbid it by
+default.)
 
-The kernel writes to memory until a read has ended, so nothing here returns, or raises, while a read is in flight.
+The kernel writes to memory until a read has ended, so no function here returns, or raises, while a read is in flight.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from relayout.storage.system import libc
 
 _CALLS = {"x86_64": (206, 207, 208, 209), "aarch64": (0, 1, 4, 2), "arm64": (0, 1, 4, 2)}
 _SETUP, _DESTROY, _GETEVENTS, _SUBMIT = range(4)
-"""The numbers of io_setup, io_destroy, io_getevents and io_submit by machine, and their places there."""
+"""Indices of io_setup, io_destroy, io_getevents and io_submit in the values of `_CALLS`, which are their numbers."""
 _REQUEST = np.dtype(
     {
         "names": ["data", "fd", "address", "nbytes", "offset"],
@@ -44,9 +44,10 @@ Numbers = npt.NDArray[np.int64]
 
 
 class BatchedReads(Closable):
-    """A queue of reads of local files. Threads may share it, and take turns. A forked child gets a queue of its own.
+    """A queue of reads of local files. Threads that share it take turns. A forked child gets a queue of its own.
 
-    It only saves time: who gets an OSError, or less than was asked for, reads in the ordinary way, and learns why.
+    It only saves time. A caller that gets an OSError, or fewer bytes than requested, reads in the ordinary way, which
+    reports the cause.
     """
 
     def __init__(self, depth: int) -> None:
@@ -57,7 +58,7 @@ class BatchedReads(Closable):
         remake_in_child(self)
 
     def after_fork(self) -> None:
-        """Forget the queue, which belongs to the parent's memory."""
+        """Discard the queue, which belongs to the parent process."""
         self._lock, self._context = threading.Lock(), None
 
     def read(self, fd: int, addresses: Numbers, offsets: Numbers, sizes: Numbers) -> Numbers:
@@ -65,14 +66,14 @@ class BatchedReads(Closable):
 
         Args:
             fd: an open file. With O_DIRECT, addresses, offsets and sizes are multiples of its block.
-            addresses: of the memory for each range.
-            offsets, sizes: of the ranges, in bytes.
+            addresses: memory addresses, one for each range.
+            offsets, sizes: offsets and sizes of the ranges, in bytes.
 
         Returns:
             For each range the number of bytes that were read, or a negative errno.
 
         Raises:
-            OSError: this system, or a limit of it (fs.aio-max-nr), has no such reads.
+            OSError: this system does not support such reads, or has reached their limit (fs.aio-max-nr).
         """
         requests = np.zeros(len(offsets), _REQUEST)
         requests["data"] = np.arange(len(offsets))
@@ -86,7 +87,7 @@ class BatchedReads(Closable):
                 self._context = context
             try:
                 return self._run(self._context, pointers)
-            except BaseException:  # Ctrl-C, too: nothing may be in flight when the memory is freed.
+            except BaseException:  # Also on Ctrl-C: no read may be in flight when the memory is freed.
                 self._destroy()
                 raise
 
@@ -106,7 +107,7 @@ class BatchedReads(Closable):
         return results
 
     def _destroy(self) -> None:
-        """Release the queue. The kernel waits for what is in flight."""
+        """Release the queue. The kernel waits for reads in flight."""
         context, self._context = self._context, None
         if context is not None:
             _call(_DESTROY, context)
@@ -118,7 +119,7 @@ class BatchedReads(Closable):
 
 
 def _call(which: int, *arguments: Any) -> int:
-    """Call one of the functions, again if a signal interrupts it."""
+    """Call one of the functions, and repeat it if a signal interrupts it."""
     numbers = _CALLS.get(platform.machine()) if sys.platform == "linux" and sys.byteorder == "little" else None
     if numbers is None:
         raise OSError(errno.ENOSYS, os.strerror(errno.ENOSYS))

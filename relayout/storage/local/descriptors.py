@@ -1,9 +1,9 @@
-"""Folders and locks that are held by descriptor, so that what others do to their paths meanwhile has no effect.
+"""Folders and locks held by descriptor, so that changes of their paths by other users have no effect.
 
-Other users may rename and link files beside an output, for example in /tmp. Files there are therefore opened, created,
+Other users may rename and link files next to an output, for example in /tmp. Files there are therefore opened, created,
 renamed and deleted relative to a descriptor, and symbolic links are not followed. A lock (flock) belongs to a
-descriptor: it says who holds it, is given back, and is waited for, with a limit. The lock of an output admits one
-writing process at a time, and belongs to its user.
+descriptor. Its file names its holder for messages. It ends with its descriptor, and waits for it have a limit. The lock
+of an output admits one writing process at a time, and belongs to its user.
 """
 
 from __future__ import annotations
@@ -32,14 +32,14 @@ _O_TMPFILE: int | None = getattr(os, "O_TMPFILE", None)
 
 @contextmanager
 def with_path(path: Path, target: Path | None = None) -> Iterator[None]:
-    """Let an OSError name this path alone, or of a renaming, also the target."""
+    """Set the path in an OSError: `path` alone, or for a rename `path` and `target`."""
     try:
         yield
     except OSError as error:
         if error.errno is None or isinstance(error, RelayoutError):
             raise
-        # The same error: a new one, raised in a generator, would be kept by its own frames (Python 3.13), and with them
-        # whatever the callers hold, such as the lease of a cache's entry.
+        # Raise the same error: a new one, raised in a generator, would be kept alive by its own frames (Python 3.13),
+        # and with it all objects of the callers, such as the lease of a cache's entry.
         error.filename = str(path)
         if target is not None:
             error.filename2 = str(target)
@@ -54,13 +54,13 @@ class OpenFolder(Closable):
     def __init__(self, path: Path, fd: int | None = None) -> None:
         """Open a folder, following links in its path; or take over its descriptor `fd`."""
         self.path = path
-        """Its path when it was opened; for messages only."""
+        """Path of the folder when it was opened; for messages only."""
         self.fd = os.open(path, _FOLDER & ~os.O_NOFOLLOW) if fd is None else fd
 
     def open(self, name: str, flags: int, mode: int = 0o666) -> int:
-        """Open a file, but no link, and return its descriptor.
+        """Open a file and return its descriptor. Links are not followed.
 
-        With O_CREAT, it must be new; missing subfolders are made, too.
+        With O_CREAT, the file must be new, and missing subfolders are created.
         """
         above, _, base = name.rpartition("/")
         create = flags & os.O_CREAT
@@ -81,12 +81,12 @@ class OpenFolder(Closable):
         return fd
 
     def write(self, name: str, content: bytes, mode: int = 0o666, *, replace: bool = True) -> None:
-        """Write a small file whole: to the drive under a random name, which then becomes `name`.
+        """Write a small file whole: sync it under a random name, then rename it to `name`.
 
-        What killed processes left in the folder under such names is deleted.
+        Files with random names that killed processes left in the folder are deleted.
 
         Args:
-            replace: whether a regular file of this name, but no link or device, may be replaced.
+            replace: True if a regular file of this name may be replaced. Links and devices are never replaced.
         """
         created = list[str]()
         self.remove_partials()
@@ -95,7 +95,7 @@ class OpenFolder(Closable):
                 raise FileExistsError(errno.EEXIST, "exists and is not a regular file")
             try:
                 if not replace:
-                    os.close(self.open(name, os.O_WRONLY | os.O_CREAT, mode))  # Exclusively: the name is ours.
+                    os.close(self.open(name, os.O_WRONLY | os.O_CREAT, mode))  # Exclusively: this reserves the name.
                     created.append(name)
                 partial, fd = self._new_partial(mode)
                 created.append(partial)
@@ -112,7 +112,7 @@ class OpenFolder(Closable):
                 raise
 
     def _new_partial(self, mode: int) -> tuple[str, int]:
-        """A new file under a random name, and its descriptor. It is locked: `remove_partials` leaves it."""
+        """Create and lock a file with a random name; return its name and descriptor. Locked files are kept."""
         for _ in range(_TRIES):
             name = f".relayout-{os.urandom(8).hex()}.partial"
             fd = self.open(name, os.O_WRONLY | os.O_CREAT, mode)
@@ -120,9 +120,9 @@ class OpenFolder(Closable):
                 try:
                     fcntl.flock(fd, fcntl.LOCK_SH | fcntl.LOCK_NB)
                     is_taken = self.status(name) is None
-                except BlockingIOError:  # Another process believes that it is left over, and deletes it.
+                except BlockingIOError:  # Another process takes it for left over, and deletes it.
                     is_taken = True
-                except OSError:  # Without locks, nothing is deleted either.
+                except OSError:  # Without locks, `remove_partials` deletes nothing.
                     is_taken = False
             except BaseException:
                 os.close(fd)
@@ -133,10 +133,11 @@ class OpenFolder(Closable):
         raise PlanError("its new files are deleted again and again", path=self.path, code="busy")
 
     def remove_partials(self) -> None:
-        """Delete what killed processes left of small files.
+        """Delete the files with random names that killed processes left; see `write`.
 
-        The proof: a file of this user without other hard links, with a name of ours that has 16 random digits, and no
-        process holds its lock, which whoever writes it holds from its creation to its renaming.
+        A file is deleted only if it belongs to this user, has no other hard links, has a name of the form that `write`
+        uses (16 random hexadecimal digits), and is not locked. Its writer holds the lock from the creation to the
+        rename.
         """
         for name in self.names():
             if _PARTIAL.fullmatch(name):
@@ -157,12 +158,12 @@ class OpenFolder(Closable):
         return os.fstat(self.fd).st_uid
 
     def names(self) -> list[str]:
-        """Names of all entries, sorted."""
+        """Return the names of all entries, sorted."""
         with os.scandir(self.fd) as entries:
             return sorted(entry.name for entry in entries)
 
     def status(self, name: str) -> os.stat_result | None:
-        """Status of an entry, without following a link; None if it does not exist."""
+        """Return the status of an entry, without following a link; None if it does not exist."""
         with with_path(self.path / name):
             try:
                 return os.stat(name, dir_fd=self.fd, follow_symlinks=False)
@@ -170,7 +171,7 @@ class OpenFolder(Closable):
                 return None
 
     def subfolder(self, name: str) -> OpenFolder:
-        """Open a subfolder. NotADirectoryError: it is none, or a link."""
+        """Open a subfolder. NotADirectoryError: the name is not a folder, or is a link."""
         with with_path(self.path / name):
             return OpenFolder(self.path / name, os.open(name, _FOLDER, dir_fd=self.fd))
 
@@ -180,10 +181,10 @@ class OpenFolder(Closable):
             os.mkdir(name, mode, dir_fd=self.fd)
 
     def remove(self, name: str, only: Collection[str] | None = None) -> None:
-        """Delete an entry, if it exists; a folder recursively, even if it is read-only.
+        """Delete an entry, if it exists. A folder is deleted recursively, even if it is read-only.
 
         Args:
-            only: the files below a folder that may be deleted, and with them the folders that hold no others.
+            only: the files below the folder that may be deleted. Folders without other files are deleted with them.
         """
         status = self.status(name)
         if status is None:
@@ -203,7 +204,7 @@ class OpenFolder(Closable):
 
     @contextmanager
     def _writable(self, name: str) -> Iterator[OpenFolder]:
-        """Open a subfolder that is to be emptied, and make it writable: users write-protect finished models."""
+        """Open a subfolder to be emptied, and make it writable: users write-protect finished models."""
         try:
             folder = self.subfolder(name)
         except PermissionError:
@@ -262,7 +263,7 @@ def write_file(path: Path, content: bytes, *, replace: bool = True) -> None:
 
 
 def rename(source: OpenFolder, name: str, target: OpenFolder, new_name: str) -> None:
-    """rename(2) from one open folder into another."""
+    """Rename a file or folder from one open folder into another by rename(2)."""
     with with_path(source.path / name, target.path / new_name):
         os.rename(name, new_name, src_dir_fd=source.fd, dst_dir_fd=target.fd)
 
@@ -282,30 +283,30 @@ def restrict(fd: int, mode: int) -> None:
 
 
 _NOTE = re.compile(rb"(process [0-9]+, .{1,200} since [0-9]{2}:[0-9]{2}:[0-9]{2})?|\0+", re.DOTALL)
-"""All that a lock file contains: who holds it, nothing, or zeros after a power failure."""
+"""The possible contents of a lock file: a note about its holder, nothing, or zeros after a power failure."""
 _MAX_NOTE_NBYTES = 256
 _MAX_WHAT_LENGTH = 50
-"""Characters of what a holder says that it is doing: at most 200 bytes."""
+"""Maximum characters in the note about the holder's work: at most 200 bytes."""
 _TRIES = 100
-"""How often a lock file that is deleted again and again is looked for."""
+"""Maximum attempts to lock a file that other processes delete repeatedly."""
 _WITHOUT_LOCKS = frozenset({errno.ENOSYS, errno.EOPNOTSUPP, errno.ENOLCK})
 _POLL_SECONDS = 0.05
 _LOOK_SECONDS = 1.0
-"""How often a wait looks whether its work goes on."""
+"""Seconds between two checks for progress during a wait."""
 _QUIET_SECONDS = 3.0
 LIMIT_SECONDS = 10.0
-"""How long a wait goes on while nothing moves."""
+"""Seconds without progress after which a wait fails."""
 
 
 class HeldLock(Closable):
     """An open file that may be locked. The lock ends with `close`, with this object, or with this process.
 
-    A fork has a copy of the descriptor, and would hold the lock with it: it closes the copy at once. A process that it
-    was passed to on purpose holds the lock, too, until `close` here.
+    A forked child closes its copy of the descriptor at once, because the copy would keep the lock. A process that
+    receives the descriptor on purpose shares the lock until `close` is called here.
     """
 
     fd: int = -1
-    """-1: closed. An open one is the object's own attribute."""
+    """The descriptor; -1 if closed. While open, it is an attribute of the object."""
 
     def __init__(self, fd: int) -> None:
         self.fd = fd
@@ -313,7 +314,7 @@ class HeldLock(Closable):
         remake_in_child(self)
 
     def try_lock(self, kind: int = fcntl.LOCK_EX) -> bool:
-        """Lock the file, unless another process or thread excludes this one. Returns whether it did."""
+        """Lock the file, unless another process or thread excludes this one. Return True if it is locked."""
         try:
             fcntl.flock(self.fd, kind | fcntl.LOCK_NB)
         except BlockingIOError:
@@ -321,8 +322,8 @@ class HeldLock(Closable):
         return True
 
     def say(self, what: str) -> None:
-        """Note in the locked file who holds it, unless `what` is empty, or the file is more than a lock."""
-        with suppress(OSError):  # It is only informative; the drive may be full.
+        """Write a note about the holder to the locked file, if `what` is not empty and the file is a plain lock file."""
+        with suppress(OSError):  # The note is only informative; the drive may be full.
             if what and self.is_plain:
                 self._has_note = True
                 note = f"process {os.getpid()}, {what[:_MAX_WHAT_LENGTH]} since {time.strftime('%H:%M:%S')}"
@@ -337,7 +338,7 @@ class HeldLock(Closable):
         return _NOTE.fullmatch(os.pread(self.fd, _MAX_NOTE_NBYTES + 1, 0)) is not None
 
     def after_fork(self) -> None:
-        """Give up the copy of the descriptor, without unlocking."""
+        """Close the copy of the descriptor, without unlocking."""
         if (fd := self._take()) >= 0:
             os.close(fd)
 
@@ -354,7 +355,7 @@ class HeldLock(Closable):
                 os.close(fd)
 
     def _take(self) -> int:
-        """The descriptor, which one caller alone gets, as `pop` is atomic; -1: somebody else has got it."""
+        """Return the descriptor to one caller only, as `pop` is atomic; -1 if another caller took it."""
         descriptor: int = vars(self).pop("fd", -1)
         return descriptor
 
@@ -363,7 +364,7 @@ class HeldLock(Closable):
 
 
 def holder_in(*paths: Path) -> str:
-    """Who holds some lock files, as they say themselves: for messages only."""
+    """Return the notes of the holders of some lock files, for messages only."""
     notes = [note for path in paths if (note := _note_in(path))]
     more = f" and {len(notes) - 1} more" if len(notes) > 1 else ""
     return f"{notes[0]}{more}" if notes else "another process"
@@ -380,7 +381,7 @@ def _note_in(path: Path) -> str:
 
 
 class Waiting:
-    """A wait for another process: it says for whom after some seconds, and ends when nothing moves any more."""
+    """A wait for another process. It logs that process after some seconds, and fails after a time without progress."""
 
     def __init__(
         self,
@@ -392,10 +393,10 @@ class Waiting:
         """Begin to wait.
 
         Args:
-            path: what is waited for, for messages; and by default the lock file that says who has it.
-            who: returns who is waited for.
-            growth: returns what is another value whenever the work that is waited for has gone on.
-            limit_seconds: how long there may be no growth; default `LIMIT_SECONDS`.
+            path: the awaited path, for messages. By default it is also the lock file with the note about its holder.
+            who: returns the name of the awaited process.
+            growth: returns a progress value, which changes when the awaited work makes progress.
+            limit_seconds: maximum seconds without progress; default `LIMIT_SECONDS`.
         """
         self._path = path
         self._who = who or (lambda: holder_in(path))
@@ -405,12 +406,12 @@ class Waiting:
         self.moved()
 
     def moved(self) -> None:
-        """Begin anew: this process was not waiting."""
+        """Restart the wait's time limit: this process was not waiting."""
         self._begun = self._since = self._looked = time.monotonic()
         self._seen = self._growth()
 
     def pause(self) -> None:
-        """Sleep for a moment. TimeoutError: there was no growth for so long. It names who is waited for."""
+        """Sleep briefly. TimeoutError: there was no progress within the limit; the text names the awaited process."""
         time.sleep(_POLL_SECONDS)
         now = time.monotonic()
         if now - self._looked < _LOOK_SECONDS:
@@ -427,7 +428,7 @@ class Waiting:
 
 
 def open_ours(path: Path, flags: int = 0) -> int:
-    """Open a file of ours to read and to lock it, and nothing else that somebody may have put in its place."""
+    """Open a regular file of this user to read and lock it; reject anything else at its path."""
     fd = os.open(path, os.O_RDWR | _FILE | flags, 0o666)
     try:
         if not is_ours(os.fstat(fd), stat.S_ISREG):
@@ -439,14 +440,14 @@ def open_ours(path: Path, flags: int = 0) -> int:
 
 
 def status_of(path: Path) -> os.stat_result | None:
-    """Status of a file or folder, or of a link itself; None if there is nothing."""
+    """Return the status of a file or folder, or of a link itself; None if the path does not exist."""
     with suppress(FileNotFoundError, NotADirectoryError):
         return path.lstat()
     return None
 
 
 def is_ours(status: os.stat_result, is_kind: Callable[[int], bool]) -> bool:
-    """Whether something is of this kind, such as `stat.S_ISREG`, and this user's."""
+    """Return True if a status is of this kind, such as `stat.S_ISREG`, and of this user."""
     return is_kind(status.st_mode) and status.st_uid == os.geteuid()
 
 
@@ -460,16 +461,16 @@ def take_lock(
     mode: int = 0o666,
     needs_locks: bool = True,
 ) -> HeldLock | None:
-    """Lock the file that has a name now: the one way in which roots, outputs and caches take their locks.
+    """Lock the file that currently has a name. Step repositories, outputs and caches all take their locks here.
 
-    A file that is deleted or replaced while this process waits for its lock protects nobody: then the one that has the
-    name is locked. A file that is more than a lock is locked, and never written to.
+    If the file is deleted or replaced before it is locked, the lock is useless, and the file that now has the name is
+    locked instead. A file with other content than a note is locked, and never written to.
 
     Args:
-        what: this process is about to do, for the messages of those that wait.
-        folder: the folder of the file, which is held open; None: the one that its path leads to.
-        create: whether a missing file is made, with `mode`.
-        needs_locks: False: a file system that has no locks is no error, and nothing is locked.
+        what: the work of this process, for the messages of waiting processes.
+        folder: the open folder of the file. None: the folder is opened by its path.
+        create: True if a missing file is created, with `mode`.
+        needs_locks: False if a file system without locks is not an error. Nothing is locked there.
 
     Returns:
         None: another process or thread holds a lock that excludes this one.
@@ -496,7 +497,7 @@ def take_lock(
 
 
 def _open_lock(path: Path, folder: OpenFolder | None, mode: int | None) -> int:
-    """The descriptor of a lock file of this user, which is made if it is missing, unless `mode` is None."""
+    """Return the descriptor of a lock file of this user. A missing file is created, unless `mode` is None."""
     with nullcontext(folder) if folder is not None else OpenFolder(path.parent) as place:
         for _ in range(_TRIES):
             try:
@@ -510,7 +511,7 @@ def _open_lock(path: Path, folder: OpenFolder | None, mode: int | None) -> int:
 
 
 def _open_there(folder: OpenFolder, name: str) -> int:
-    """Open a lock file that exists. It is looked at before, because opening a device may have side effects."""
+    """Open a lock file that exists. Its status is checked before, because opening a device may have side effects."""
     status = folder.status(name)
     if status is None:
         raise FileNotFoundError(errno.ENOENT, os.strerror(errno.ENOENT), str(folder.path / name))
@@ -525,9 +526,9 @@ def _open_there(folder: OpenFolder, name: str) -> int:
 
 
 def _check_is_lock(folder: OpenFolder, name: str, status: os.stat_result) -> None:
-    """Raise PlanError unless a file is a regular one of this user.
+    """Raise PlanError unless a file is a regular file of this user.
 
-    The server of a network file system may map ids: files of this user then have the id that a new file gets there.
+    The server of a network file system may map user ids. Files of this user then have the same id as a new file there.
     """
     path = folder.path / name
     if status.st_uid != os.geteuid():
@@ -545,7 +546,7 @@ def locked_file(
     growth: Callable[[], object] = lambda: None,
     limit_seconds: float | None = None,
 ) -> Iterator[None]:
-    """Hold a lock file, see `take_lock`. Wait for whoever holds it, as long as its work goes on; see `Waiting`."""
+    """Hold a lock file, see `take_lock`. Wait for its holder while that makes progress; see `Waiting`."""
     waiting: Waiting | None = None
     while (lock := take_lock(path, what=what, create=create)) is None:
         waiting = waiting or Waiting(path, growth=growth, limit_seconds=limit_seconds)
@@ -573,7 +574,7 @@ def locked(parent: OpenFolder, name: str, output: Path) -> Iterator[int]:
     if lock is None:
         raise PlanError(f"is being written by another relayout ({holder_in(path)})", path=output, code="busy")
     with lock:
-        if not lock.is_plain:  # It is deleted at the end.
+        if not lock.is_plain:  # The file is deleted at the end.
             what = "exists and is not relayout's lock, or has several hard links; move it away"
             raise PlanError(what, path=path, code="exists")
         try:
@@ -584,7 +585,7 @@ def locked(parent: OpenFolder, name: str, output: Path) -> Iterator[int]:
 
 
 def _remove_lock(parent: OpenFolder, name: str, lock: HeldLock) -> None:
-    """Delete a lock file that this process holds. What it protected is done: a failure is no error any more."""
+    """Delete a lock file that this process holds. The protected work is done, so a failure is only logged."""
     try:
         status = parent.status(name)
         if status is not None and os.path.samestat(status, os.fstat(lock.fd)):
@@ -596,7 +597,7 @@ def _remove_lock(parent: OpenFolder, name: str, lock: HeldLock) -> None:
 
 
 def user_of_new_files(parent: OpenFolder, name: str) -> int:
-    """The id of the owner of files that this process makes in a folder; `name` begins that of a file made to see."""
+    """Return the owner id of files that this process creates in a folder; `name` is the prefix of a probe file."""
     if _O_TMPFILE is not None:
         with suppress(OSError):  # Not every file system has files without a name.
             return _owner_of(os.open(".", os.O_RDWR | os.O_CLOEXEC | _O_TMPFILE, 0o600, dir_fd=parent.fd))
@@ -610,7 +611,7 @@ def user_of_new_files(parent: OpenFolder, name: str) -> int:
 
 
 def _owner_of(fd: int) -> int:
-    """The owner of an open file, which is closed."""
+    """Return the owner of an open file, and close the file."""
     try:
         return os.fstat(fd).st_uid
     finally:

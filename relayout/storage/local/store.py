@@ -48,7 +48,7 @@ from relayout.storage.system import Buffer, allocate, sync_range
 @dataclass(frozen=True, slots=True)
 class LocalStore:
     folder: Path
-    """The path as given; of a store for one file, that file."""
+    """The path as given. For a store of a single file, the path of that file."""
     named: str | None = None
     """A file in the folder that the user named explicitly; it may be a link to any file."""
 
@@ -87,7 +87,7 @@ class LocalStore:
         yield from closed
 
     def _entry(self, name: str, entry: os.DirEntry[str]) -> Entry:
-        """An entry of a listing. Only links cost system calls: the listing has the type of everything else."""
+        """Return an entry of a listing. Only links cost system calls: the listing has the type of all else."""
         if not _is_utf8(entry.name):
             return Entry(name, "its name is not UTF-8")
         if entry.is_dir(follow_symlinks=False):
@@ -125,16 +125,16 @@ class LocalStore:
 
 
 def offer(path: str) -> LocalStore:
-    """The store of a path, which need not exist."""
+    """Return the store of a path, which need not exist."""
     return LocalStore(Path(path))
 
 
 _MAX_DEPTH = 64
-"""The most folders that lie in each other below a folder that is listed."""
+"""Maximum depth of folders below a listed folder."""
 _CLOSED = frozenset(
     {errno.EACCES, errno.EPERM, errno.ENOENT, errno.ENOTDIR, errno.ELOOP, errno.ESTALE, errno.ENAMETOOLONG}
 )
-"""Errors of a folder that this process may not list, or that has vanished."""
+"""Error numbers of a folder that this process may not list, or that has vanished."""
 
 
 def entries(
@@ -144,13 +144,13 @@ def entries(
     enter: Enter = everywhere,
     on_closed: Callable[[str, OSError], None] | None = None,
 ) -> Iterator[tuple[str, os.DirEntry[str]]]:
-    """Every entry below a folder, by its relative name.
+    """Yield every entry below a folder, with its relative name.
 
     Args:
-        hidden: include those whose names begin with a dot.
-        enter: selects the folders whose entries are listed, too.
-        on_closed: called with the name of a folder below that cannot be listed or has vanished, and the error; None:
-            raise the error.
+        hidden: include names that begin with a dot.
+        enter: returns True for the subfolders to list.
+        on_closed: called with the name of a subfolder that cannot be listed or has vanished, and the error. None: raise
+            the error.
 
     Raises:
         FormatError: there are more entries, or deeper ones, than the limits allow.
@@ -200,9 +200,9 @@ _SHARED_BLOB = re.compile(r"([0-9a-f]{2})/\1[0-9a-f]{62}")
 
 
 def resolve_inside(folder: Path, name: str) -> Path:
-    """The path of a file in a checkpoint folder, which need not exist.
+    """Return the path of a file in a checkpoint folder. The file need not exist.
 
-    FormatError: a link in it leads out of the checkpoint.
+    FormatError: a link in the path leads out of the checkpoint.
     """
     path = folder / name
     if not is_inside(folder, path):
@@ -216,14 +216,14 @@ def resolve_inside(folder: Path, name: str) -> Path:
 
 
 def is_inside(folder: Path, path: Path) -> bool:
-    """Whether a path, with symbolic links resolved, is inside a checkpoint folder.
+    """Return True if a path, with symbolic links resolved, is inside a checkpoint folder.
 
     The files of a snapshot in a Hugging Face cache are links to blobs of its repository (huggingface_hub 2.4,
     `file_download.py`: `models--ORG--NAME/snapshots/REVISION/FILE -> ../../blobs/HASH`). Those may be links to blobs
     that all repositories of the cache share (`utils/_shared_blobs.py`: `blobs/HA/HASH`). Both count as inside.
 
     A `blobs` folder may itself be a link, to another drive. An archive could contain such a link to any folder of the
-    person who unpacks it, so what it leads to must have the form of blobs: `models--ORG--NAME/blobs/HASH`.
+    user who unpacks it, so the link's target must have the form of blobs: `models--ORG--NAME/blobs/HASH`.
     """
     home = Path(os.path.realpath(folder))
     real = Path(os.path.realpath(path))
@@ -250,9 +250,9 @@ def is_inside(folder: Path, path: Path) -> bool:
 def blob_hash(folder: Path, name: str) -> str | None:
     """Return the hash by which a Hugging Face cache names the content of a snapshot's file.
 
-    That is the name of the blob to which the file links: the SHA-256 of a file in LFS or Xet (64 hex digits), the blob
-    id of git of any other (40; huggingface_hub 2.4, `file_download.py`). It proves nothing unless the bytes have that
-    hash, and not that the link is the one that was downloaded.
+    The hash is the name of the blob to which the file links: the SHA-256 of a file in LFS or Xet (64 hex digits), or
+    the git blob id of any other file (40; huggingface_hub 2.4, `file_download.py`). The caller must verify that the
+    bytes have this hash. Even then, the link may not be the downloaded one.
 
     Returns:
         None: the file is not a link to a blob of its own repository.
@@ -271,19 +271,20 @@ def blob_hash(folder: Path, name: str) -> str | None:
 
 _O_DIRECT: int | None = getattr(os, "O_DIRECT", None)
 _PAGE = max(BLOCK, mmap.PAGESIZE)
-"""Bytes. One page of the page cache must not be written both directly and through the cache."""
+"""Bytes of the unit of direct I/O. One page of the page cache must not be written both directly and through the
+cache."""
 _REFUSED = frozenset({errno.EINVAL, errno.EOPNOTSUPP})
 _NO_FILE = frozenset({errno.ENOENT, errno.EACCES, errno.EPERM, errno.ENXIO})
-"""Errors caused by the file or its path, not by the system."""
+"""Error numbers caused by the file or its path, not by the system."""
 _BAD_PATH = frozenset({errno.ELOOP, errno.ENAMETOOLONG, errno.ENOTDIR})
 TO_READ = os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK
 """O_NONBLOCK: do not wait if a FIFO has replaced the file since it was checked."""
 _MAX_PENDING = 4
-"""The most writes of one file that may be in write-back from the page cache to the drive."""
+"""Maximum number of writes of one file that may be in write-back from the page cache to the drive."""
 
 
 def check_regular(path: Path) -> os.stat_result:
-    """The status of a regular file. Checked before it is opened, because opening a device may have side effects."""
+    """Return the status of a regular file, before it is opened, because opening a device may have side effects."""
     try:
         status = path.stat()
     except OSError as error:
@@ -296,7 +297,7 @@ def check_regular(path: Path) -> os.stat_result:
 
 
 def stat_of(status: os.stat_result) -> FileStat:
-    """What the store says of a file."""
+    """Return the metadata of a file by its status."""
     return FileStat(status.st_size, f"{status.st_size}-{status.st_mtime_ns}", status.st_mode & 0o777)
 
 
@@ -407,7 +408,7 @@ class OutputFile(Closable):
         """Create a file and allocate its space; or, without `create`, open an existing file of the folder's owner.
 
         Args:
-            mode: permissions before the umask; an existing file loses all others.
+            mode: permissions before the umask. Other permissions are removed from an existing file.
         """
         self.path = folder.path / name
         self.nbytes = nbytes
@@ -525,7 +526,7 @@ def _drop_pages(fd: int, offset: int, nbytes: int) -> None:
 
 
 def holes(fd: int, extent: Extent) -> Iterator[Extent]:
-    """The holes in an extent of a file, as far as the file system reports them.
+    """Yield the holes in an extent of a file, as far as the file system reports them.
 
     ext4 and XFS also report space that was reserved and never written (lseek(2), SEEK_HOLE). Moves the descriptor's
     offset.
@@ -548,7 +549,7 @@ def holes(fd: int, extent: Extent) -> Iterator[Extent]:
 
 
 def refuses_direct(path: Path) -> str | None:
-    """Why direct I/O fails on a file, tested by reading its first block; None if it works."""
+    """Return why direct I/O fails on a file, tested by reading its first block; None if it works."""
     try:
         with InputFile(path, path.stat().st_size, access=Access.DIRECT) as file:
             file.read(0, Buffer().reserve(BLOCK))

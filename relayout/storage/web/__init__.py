@@ -1,1 +1,1 @@
-"""Stores that are only read: web servers, and the Hugging Face hub."""
+"""Read-only stores: web servers, and the Hugging Face hub; and OCI registries."""

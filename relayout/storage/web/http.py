@@ -1,7 +1,7 @@
-"""Web servers: files below an https:// URL, of which ranges are requested. A server chooses no host, scheme or size.
+"""Web servers: files below an https:// URL, read by ranges. A server chooses no host, scheme or size.
 
-obstore follows redirects anywhere, and reports neither the final URL nor `Retry-After`. Here redirects are followed on
-the same server only. Web servers cannot be listed, so that well-known names are asked for.
+obstore follows redirects anywhere, and reports neither the final URL nor `Retry-After`. This module follows redirects
+on the same server only. Web servers cannot be listed, so well-known names are requested.
 """
 
 from __future__ import annotations
@@ -73,10 +73,10 @@ def get(
     headers: Headers | None = None,
     sender: Sender | None = None,
 ) -> Body:
-    """Request a range of a file, which messages call `location`; see `Client.get`.
+    """Request a range of a file; see `Client.get`. Messages name the file `location`.
 
     Args:
-        sender: sends the request, for a server with credentials and redirects of its own; default is `send`.
+        sender: sends the request, for a server with its own credentials and redirects. Default: `send`.
     """
     request_headers = dict(headers or {})
     if end is not None:
@@ -101,7 +101,7 @@ def get(
 
 
 def stat(url: str, location: str) -> FileStat | None:
-    """A file's metadata; see `Client.stat`."""
+    """Return a file's metadata, or None if it does not exist; see `Client.stat`."""
 
     return if_there(lambda: persistent(lambda: _described(send("HEAD", url, location), location)[0], location))
 
@@ -109,17 +109,17 @@ def stat(url: str, location: str) -> FileStat | None:
 def send(
     method: str, url: str, location: str, headers: Headers | None = None, body: bytes | Iterable[bytes] | None = None
 ) -> BaseHTTPResponse:
-    """The answer to one request, whatever its status; redirects are followed on the same server, and only there.
+    """Send one request and return its answer with any status. Redirects are followed on the same server only.
 
     Args:
-        body: bytes to send, or pieces of a body whose length is in the headers. It is sent once, so that no redirect
-            is followed.
+        body: bytes to send, or pieces of a body with its length in the headers. It can be sent only once, so a request
+            with a body follows no redirect.
     """
     from urllib3 import Timeout
     from urllib3.exceptions import HTTPError
 
     timeout = Timeout(connect=connect.CONNECT_SECONDS, read=connect.STALL_SECONDS)
-    if body is not None:  # The first one limits each step of sending, too; a server answers when it has stored it all.
+    if body is not None:  # A server answers only after it has stored everything.
         timeout = Timeout(connect=connect.STALL_SECONDS, read=connect.UPLOAD_SECONDS)
     for _ in range(_MAX_REDIRECTS):
         try:
@@ -138,7 +138,7 @@ def send(
             failure = _failure(error, location)
         else:
             target = redirect_of(answer, url)
-            # Proof that the server may choose: the address is its own.
+            # The server may choose this address, because it is on the same server.
             if target is None or body is not None or _origin(target) != _origin(url):
                 return answer
             answer.close()
@@ -149,13 +149,13 @@ def send(
 
 
 def redirect_of(answer: BaseHTTPResponse, url: str) -> str | None:
-    """Where an answer to a request for `url` leads; None if it is no redirect."""
+    """Return the target of a redirect in the answer to a request for `url`; None if the answer is not a redirect."""
     if answer.status not in _REDIRECTS or "location" not in answer.headers:
         return None
     try:
         target = urljoin(url, answer.headers["location"])
         _origin(target)
-    except ValueError:  # No URL.
+    except ValueError:  # Not a URL.
         return "invalid:"
     return target
 
@@ -163,10 +163,10 @@ def redirect_of(answer: BaseHTTPResponse, url: str) -> str | None:
 def _described(
     answer: BaseHTTPResponse, location: str, part: tuple[int, int] | None = None
 ) -> tuple[FileStat, tuple[int, int]]:
-    """Read length and version of the file from an answer, and which range it brings.
+    """Return length and version of the file from an answer, and the range in the answer.
 
     Args:
-        part: the range that was asked for.
+        part: the requested range, for messages.
     """
     if answer.status in (200, 206):
         found = _RANGE.fullmatch(answer.headers.get("content-range", "")) if answer.status == 206 else None
@@ -181,7 +181,7 @@ def _described(
     target = redirect_of(answer, "")
     if target is not None:
         parts = urlsplit(target)
-        named = escape_controls(f"{parts.scheme}://{parts.hostname}"[:100])  # Not what may be a signature.
+        named = escape_controls(f"{parts.scheme}://{parts.hostname}"[:100])  # The rest may contain a signature.
         what = f"redirected to {named}: redirects to other servers are not followed; give that URL if you trust it"
         raise RequestError(errno.EPROTO, f"{what} (HTTP {answer.status})", location, answer.status)
     if answer.status in (404, 410):
@@ -192,7 +192,7 @@ def _described(
 
 
 def _vouched(location: str, nbytes: int, version: str) -> str | None:
-    """What a strong ETag vouches for. Those of nginx and Apache are made of time and length, and vouch for nothing."""
+    """Return `FileStat.vouched` for a strong ETag. ETags of nginx and Apache, made from time and length, give None."""
     made_of = version.strip('"').lower().split("-")
     return f"{location} {version}" if is_comparable(version) and f"{nbytes:x}" not in made_of else None
 
@@ -217,19 +217,19 @@ def pieces_of(answer: BaseHTTPResponse, location: str, part: tuple[int, int] | N
 
 
 def _failure(error: Exception, location: str, part: tuple[int, int] | None = None) -> RequestError:
-    """The error that one of urllib3's means; it shows nothing of the URL."""
-    if isinstance(error, ValueError) and not isinstance(error, OSError):  # Those of certificates are both.
+    """Translate an error of urllib3. The result shows nothing of the URL."""
+    if isinstance(error, ValueError) and not isinstance(error, OSError):  # Errors of certificates are both.
         return RequestError(errno.EINVAL, "is not a valid URL for a request", location)
     return request_error(without_hosts(texts_of(error)), location, part)
 
 
 def without_hosts(text: str) -> str:
-    """What a client says, without names of hosts, which may have any words."""
+    """Remove host names from a client's text: they may contain words that `request_error` searches for."""
     return _HOST.sub("", text)
 
 
 def is_same_server(url: str, other: str) -> bool:
-    """Whether two URLs are of one server: scheme, host and port. What is no URL is of none."""
+    """Return True if both URLs are of one server: scheme, host and port. An invalid URL is of no server."""
     try:
         return _origin(url) == _origin(other)
     except ValueError:
@@ -244,7 +244,7 @@ def _origin(url: str) -> tuple[str, str | None, int | None]:
 
 @cache
 def _pool(scheme: str, host: str) -> PoolManager:
-    """Connections to a host; proxies are those of the environment."""
+    """Return the connections to a host, through the environment's proxy if it has one."""
     import urllib3
 
     proxy = None if proxy_bypass(host) else getproxies().get(scheme)
@@ -265,13 +265,13 @@ class WebClient:
         return stat(f"{self.root}/{quote(name)}", f"{self.root}/{name}")
 
     def list_objects(self, prefix: str) -> Iterator[tuple[str, str]]:
-        """Well-known names, and those that an index has."""
+        """Yield the well-known names that exist, and the files in the checkpoint's index."""
         above = f"{prefix}/" if prefix else ""
         stats = each(lambda name: self.stat(above + name), _KNOWN, self.cost.num_opens)
         versions = {name: stat.version for name, stat in zip(_KNOWN, stats, strict=True) if stat is not None}
         if _INDEX in versions:
             shards = self._shards(above)
-            if "relayout.json" in versions:  # The index of a folder with slices only names a file that is not there.
+            if "relayout.json" in versions:  # In a folder with only slices, the index names files that do not exist.
                 check_time = listing_timer(f"{self.root}/{above}")
                 found = each(lambda name: (check_time(), self.stat(above + name))[1], shards, self.cost.num_opens)
                 shards = [name for name, stat in zip(shards, found, strict=True) if stat is not None]
@@ -279,7 +279,7 @@ class WebClient:
         yield from ((above + name, version) for name, version in versions.items())
 
     def _shards(self, above: str) -> list[str]:
-        """The files that an index names. The reader of the checkpoint checks these names."""
+        """Return the files in the checkpoint's index. The reader of the checkpoint checks these names."""
         location = f"{self.root}/{above}{_INDEX}"
         content = self.get(above + _INDEX, 0, None, None).content(_MAX_INDEX_NBYTES)
         named = parse_object(content, location).get("weight_map")
@@ -288,7 +288,7 @@ class WebClient:
 
 
 def offer(url: str) -> Store:
-    """A folder or file of a web server."""
+    """Return the store of a folder or file of a web server."""
     check_url(url)
     connect.require("urllib3", url, "web")
     parts = urlsplit(url)

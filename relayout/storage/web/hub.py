@@ -1,8 +1,9 @@
 """Repositories of models on the Hugging Face hub: `hf://ORG/MODEL[@REVISION][/FOLDER]`.
 
-The hub's own library says where the hub is, who asks, and where the bytes of a file are, and keeps what was downloaded
-in its cache on this machine, which is read there. Here are the ranges: each file is resolved once, to a signed URL from
-which its ranges come. So the hub's limit on requests is met by the number of files and not of ranges.
+The hub's own library provides the address of the hub, the user's token, and the address of each file. It keeps
+downloaded files in its cache on this machine, and relayout reads them there. This module reads ranges: each file is
+resolved once, to a signed URL, and its ranges are requested from that URL. So the hub's limit on requests applies to
+the number of files, and not to the number of ranges.
 """
 
 from __future__ import annotations
@@ -36,28 +37,28 @@ _REPO = re.compile(r"[A-Za-z0-9][\w.-]*/[\w.-]+", re.ASCII)
 _COMMIT = re.compile(r"[0-9a-f]{40}", re.ASCII)
 _MAX_INFO_NBYTES = 64 * 2**20
 _SIGNED_SECONDS = 600.0
-"""A signed URL is asked for again after so long; the hub's are good for an hour."""
+"""Seconds after which a file is resolved again. The hub's signed URLs are valid for an hour."""
 
 
 @dataclass(frozen=True, slots=True)
 class _Address:
-    """Where a file's bytes come from."""
+    """The address of a file's bytes."""
 
     url: str
     headers: Mapping[str, str]
     since: float
-    """When, by the clock `time.monotonic`."""
+    """Time when the address was resolved, by the clock `time.monotonic`."""
     is_xet: bool
-    """Whether the hub offers the bytes by Xet, the protocol of its own tools."""
+    """True if the hub offers the bytes by Xet, the protocol of its own tools."""
 
 
 class HubClient:
-    """One revision of a repository. It stays at one commit from its first request on."""
+    """One revision of a repository, pinned to one commit from its first request on."""
 
     cost: RequestCost = CLOUD_COST
 
     def __init__(self, repo: str, revision: str | None, *, is_guess: bool = False) -> None:
-        """Name a repository. With `is_guess`, the name is a path that does not exist."""
+        """Name a repository. `is_guess` is True if the name was given as a path that does not exist."""
         self._is_guess = is_guess
         self.repo = repo
         """The name, as ORG/MODEL."""
@@ -92,7 +93,7 @@ class HubClient:
 
     @property
     def _commit_and_files(self) -> tuple[str, Mapping[str, FileStat]]:
-        """Commit and files, both from the hub, or without a network both from its cache. Requested once."""
+        """Commit and files, both from the hub; without a network, both from its cache. Requested once."""
         with self._lock:
             self._known = self._known or self._find()
             return self._known
@@ -116,7 +117,7 @@ class HubClient:
         raise MissingPathError(what, path=self.repo)
 
     def _request_commit(self, *, is_expected: bool) -> tuple[str, Mapping[str, FileStat]]:
-        """What the hub says. Without `is_expected`, the request is not repeated if the hub cannot be reached."""
+        """Request commit and files. Without `is_expected`, the request is not repeated if the hub is unreachable."""
 
         def ask() -> bytes:
             try:
@@ -148,7 +149,7 @@ class HubClient:
         return bytes(content)
 
     def _cached(self) -> tuple[str, Mapping[str, FileStat]] | None:
-        """What the hub's cache has, read as the hub's own tools do; None if it has nothing."""
+        """Return commit and files in the hub's cache, read as the hub's own tools do; None if they are not cached."""
         commit, reference = self.revision or "main", self._cache / "refs" / (self.revision or "main")
         if not _COMMIT.fullmatch(commit):
             if not reference.is_file():
@@ -164,14 +165,14 @@ class HubClient:
 
     @property
     def _cache(self) -> Path:
-        """The repository's folder in the hub's own cache."""
+        """Path of the repository's folder in the hub's own cache."""
         name = _hub().file_download.repo_folder_name(repo_id=self.repo, repo_type="model")
         return Path(_hub().constants.HF_HUB_CACHE, name)
 
     def snapshot_of(self, commit: str) -> Path | None:
-        """The folder of a commit in the hub's own cache, where only some of its files may be; None if it has none."""
+        """Return the folder of a commit in the hub's own cache, which may lack files; None if it does not exist."""
         folder = self._cache / "snapshots" / commit
-        # Proof that a server chooses no folder: a commit is a hash.
+        # A server cannot choose the folder: a commit is a hash.
         return folder if _COMMIT.fullmatch(commit) and folder.is_dir() else None
 
     def get(self, name: str, start: int, end: int | None, version: str | None) -> Body:
@@ -208,8 +209,8 @@ class HubClient:
     def _resolve(self, name: str, known: FileStat) -> _Address:
         """Request a file's address from the hub. Several threads may do so at once.
 
-        An address on another server is accepted by this proof: it is https, as the hub is; length and hash are those
-        of the commit; and the token is not sent there.
+        An address on another server is safe to accept: it is https, as the hub is; length and hash must match the
+        commit; and the token is not sent there.
         """
         hub, location = _hub(), f"{self.root}/{name}"
         url = hub.hf_hub_url(self.repo, name, revision=self.commit)
@@ -223,18 +224,18 @@ class HubClient:
         is_hub = http.is_same_server(found.location, url)
         if not is_hub and (scheme not in ("https", url.partition(":")[0]) or "@" in rest.partition("/")[0]):
             raise RequestError(errno.EPROTO, f"the hub redirects to {shown(scheme)}, expected https", location)
-        headers = hub.utils.build_hf_headers() if is_hub else {}  # The hub itself has small files.
+        headers = hub.utils.build_hf_headers() if is_hub else {}  # The hub itself serves small files.
         address = _Address(found.location, headers, time.monotonic(), found.xet_file_data is not None)
         self._addresses[name] = address
         return address
 
     def _asked(self, call: Callable[[], Asked], location: str) -> Asked:
-        """What the hub's library returns. Its errors are translated, and show nothing of what a server says."""
+        """Return the result of a call of the hub's library. Its errors are translated, without text from a server."""
         try:
             return call()
         except Exception as error:
             failure = _translated(error, location, self.repo)
-        raise failure  # Here, so that it does not refer to the library's error, which a traceback would show.
+        raise failure  # Raised here, without a reference to the library's error, which a traceback would show.
 
 
 _LOG_IN = "log in (hf auth login, or HF_TOKEN)"
@@ -244,7 +245,7 @@ _ERRORS: dict[str, tuple[type[FormatError | PlanError], str]] = {
     "RevisionNotFoundError": (PlanError, "no such revision of the repository"),
     "EntryNotFoundError": (FormatError, "is missing"),
 }
-"""What an error of the library means, by the names of its classes, of which the first is the nearest."""
+"""Translations of the library's errors by class name. The first entry in the method resolution order counts."""
 _STATUS = {
     400: (errno.EINVAL, "the hub refuses the request"),
     401: (errno.EACCES, f"the hub refuses the token: {_LOG_IN}"),
@@ -255,7 +256,7 @@ _STATUS = {
 
 
 def _translated(error: Exception, location: str, repo: str) -> Exception:
-    """The error in our words: the library's are of several packages, which are others in each major version."""
+    """Translate an error of the library. Its exceptions come from packages that change with each major version."""
     errors = _hub().errors
     for kind in type(error).__mro__:
         if kind.__name__ in _ERRORS:
@@ -273,13 +274,13 @@ def _translated(error: Exception, location: str, repo: str) -> Exception:
         return RequestError(number, f"{what} (HTTP {status})", location, status, retry_after=wait)
     if isinstance(error, RelayoutError | RequestError):
         return error
-    if isinstance(error, ValueError):  # An address that is none.
+    if isinstance(error, ValueError):  # An invalid address.
         return FormatError("the hub's answer is not what its library expects", path=location, code="invalid")
     return request_error(http.without_hosts(texts_of(error)), location)
 
 
 def _denied(error: RequestError, address: _Address, location: str) -> RequestError:
-    """The error for bytes that are refused, although the hub has just signed their URL."""
+    """Return the error for bytes that are denied, although the hub has just signed their URL."""
     if error.status not in (401, 403) or not address.is_xet:
         return error
     what = (
@@ -289,7 +290,7 @@ def _denied(error: RequestError, address: _Address, location: str) -> RequestErr
 
 
 def _file(entry: Mapping[str, Any], location: str) -> tuple[str, FileStat]:
-    """A file of the hub's list: its name, and its length and hash."""
+    """Return the name of a file in the hub's list, and its length and hash."""
     fields = Fields(entry, location)
     name, lfs = fields.text("rfilename"), Fields(fields.top.get("lfs") or {}, location)
     if not is_plain_path(name):
@@ -299,7 +300,7 @@ def _file(entry: Mapping[str, Any], location: str) -> tuple[str, FileStat]:
 
 
 def _commit(text: str, location: str) -> str:
-    """A commit's hash, which becomes part of paths and URLs. FormatError: it is none."""
+    """Check and return a commit's hash, which becomes part of paths and URLs. FormatError: it is not a hash."""
     if not _COMMIT.fullmatch(text):
         raise FormatError(
             f"{shown(text)} is not a commit: expected 40 hexadecimal digits", path=location, code="unsafe"
@@ -309,12 +310,12 @@ def _commit(text: str, location: str) -> str:
 
 @dataclass(frozen=True, slots=True)
 class HubStore(CloudStore):
-    """A repository. Files in the hub's cache on this machine are read there."""
+    """A repository on the hub. Files in the hub's cache on this machine are read there."""
 
     client: HubClient
 
     def _source(self, name: str) -> Store:
-        """The folder of the hub's cache that has a file; if it was not downloaded, the store of the hub alone."""
+        """Return the folder of the hub's cache if it has the file, else the store of the hub alone."""
         snapshot = self.client.snapshot_of(self.client.commit)
         if snapshot is None or not (snapshot / self.full_name(name)).is_file():
             return CloudStore(self.client, self.prefix, self.opened)
@@ -342,7 +343,7 @@ class HubStore(CloudStore):
 
 
 def offer(url: str) -> Store:
-    """A repository, or a folder in it. No request is made yet."""
+    """Return the store of a repository, or of a folder in it, without a request."""
     match = _URL.fullmatch(url)
     if match is None or {".", ".."} & set(match["folder"].split("/")):
         raise PlanError("expected hf://ORG/MODEL, hf://ORG/MODEL@REVISION or a folder below it", code="option")
@@ -355,7 +356,7 @@ def offer_model(path: str) -> Store | None:
     """Return the repository that a path such as "org/model" may mean.
 
     Returns:
-        None: it does not have this form, or the extra is not installed; see `advice_on_model`.
+        None: the path does not have this form, or the extra is not installed; see `advice_on_model`.
     """
     if not _REPO.fullmatch(path) or not _is_installed():
         return None
@@ -363,7 +364,7 @@ def offer_model(path: str) -> Store | None:
 
 
 def advice_on_model(path: str) -> str:
-    """Return the end of a message about a path that does not exist: what reads it as a repository, if it may be one."""
+    """Return the end of a message about a missing path: how to read it as a repository, if its form permits that."""
     if not _REPO.fullmatch(path) or _is_installed():
         return ""
     return f"; for a repository of the hub, {how_to_install('hub')}"
@@ -374,7 +375,7 @@ def _is_installed() -> bool:
 
 
 def _hub() -> Any:
-    """The hub's library, imported where it is used, as that takes a while."""
+    """Import and return the hub's library. The import takes long, so it is done on first use."""
     import huggingface_hub.errors
     import huggingface_hub.file_download
     import huggingface_hub.utils

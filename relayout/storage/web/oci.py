@@ -1,14 +1,15 @@
-"""Registries of containers: files that are layers of an artifact, `oci://REGISTRY/NAME:TAG[/FOLDER]`.
+"""Container registries: files that are layers of an artifact, `oci://REGISTRY/NAME:TAG[/FOLDER]`.
 
-An artifact is a manifest, which lists blobs by digest. Each raw layer is one file. Its path is in an annotation: that
-of ModelPack (modelpack/model-spec, docs/annotations.md), or the title that ORAS writes. Requests are those of the OCI
+An artifact is a manifest, which lists blobs by digest. Each raw layer is one file. Its path is in an annotation: the
+one of ModelPack (modelpack/model-spec, docs/annotations.md), or the title that ORAS writes. Requests follow the OCI
 distribution specification 1.1.
 
-**What is believed.** The manifest is compared with the digest in the URL if there is one; a tag is the registry's word.
-All else follows from the manifest: a file's length and SHA-256. A blob that is read whole is compared with its SHA-256.
-Parts of a blob cannot be, so that whoever reads parts compares digests of its own (`RequestCost.needs_digests`).
+**Verification.** The manifest is compared with the digest in the URL, if the URL has one. A tag is not verified: the
+registry chooses its manifest. The manifest contains each file's length and SHA-256. A blob that is read whole is
+compared with its SHA-256. Parts of a blob cannot be, so a reader of parts must compare its own digests
+(`RequestCost.needs_digests`).
 
-**What a registry may choose.** The storage that a blob comes from: registries redirect to signed URLs of buckets. The
+**What a registry may choose.** A registry may choose the storage of a blob: it redirects to signed URLs of buckets. The
 URL must be https, or http if the registry's is, and is requested without credentials. Uploads stay on the registry's
 server.
 """
@@ -42,7 +43,7 @@ if TYPE_CHECKING:
 OCI_COST = RequestCost(
     request_nbytes=16 * 2**20, max_gap_nbytes=2**20, concurrency=16, is_remote=True, needs_digests=True
 )
-"""As of object stores, with fewer requests at a time: registries are single servers, or limit clients."""
+"""Same as for object stores, with fewer concurrent requests: registries are single servers, or limit clients."""
 
 MANIFEST_TYPE = "application/vnd.oci.image.manifest.v1+json"
 _DOCKER_MANIFEST = "application/vnd.docker.distribution.manifest.v2+json"
@@ -53,7 +54,7 @@ _INDEXES = (
 PATH_ANNOTATION = "org.cncf.model.filepath"
 TITLE_ANNOTATION = "org.opencontainers.image.title"
 MAX_MANIFEST_NBYTES = 4 * 2**20
-"""The limit that the distribution specification names for manifests."""
+"""Maximum bytes of a manifest in the distribution specification."""
 
 _COMPONENT = r"[a-z0-9]+(?:(?:\.|_|__|-+)[a-z0-9]+)*"
 _URL = re.compile(
@@ -65,30 +66,30 @@ _URL = re.compile(
 _DIGEST = re.compile(r"sha256:[0-9a-f]{64}", re.ASCII)
 _ARCHIVE = re.compile(r"[.+](tar|gzip|zstd)\b")
 _SIGNED_SECONDS = 600.0
-"""A signed URL is asked for again after so long."""
+"""Seconds after which a new signed URL is requested."""
 _UPLOAD_TYPE = {"content-type": "application/octet-stream"}
 _UPLOADED = re.compile(r"(?:bytes=)?0-([0-9]{1,18})", re.ASCII)
 _CHUNK_NBYTES = 32 * 2**20
-"""Chunks of uploads to a registry that does not take a file in one request."""
+"""Bytes of one chunk in uploads to a registry that does not accept a file in one request."""
 _MAX_RESTARTS = 5
-"""Requests of one upload that may break off in vain."""
+"""Maximum number of consecutive requests of one upload that break off without progress."""
 
 Pieces = Callable[[int, int], Iterator[bytes]]
-"""The bytes of a blob from an offset to an end."""
+"""Returns the bytes of a blob from an offset to an end."""
 
 
 @dataclass(frozen=True, slots=True)
 class Artifact:
-    """A manifest as it was found."""
+    """A manifest as found in the registry."""
 
     digest: str
-    """As sha256:HEX."""
+    """Digest of the manifest, as sha256:HEX."""
     files: Mapping[str, FileStat]
-    """The layers, by path; their versions are digests."""
+    """The layers by path. Their versions are digests."""
 
 
 class OciClient:
-    """One artifact of a registry. It stays at one manifest from its first request on. Thread-safe."""
+    """One artifact of a registry, pinned to one manifest from its first request on. Thread-safe."""
 
     cost: RequestCost = OCI_COST
 
@@ -103,7 +104,7 @@ class OciClient:
         self._lock = threading.Lock()
         self._known: Artifact | None = None
         self._addresses: dict[str, tuple[str, float]] = {}
-        """Where else blobs are, by URL, and since when by the clock `time.monotonic`."""
+        """Signed URLs of blobs by their URL in the registry, each with the time by the clock `time.monotonic`."""
 
     def __reduce__(self) -> tuple[object, ...]:
         return OciClient, (self.scheme, self.registry, self.repository, self.reference)
@@ -118,12 +119,12 @@ class OciClient:
 
     @property
     def is_pinned(self) -> bool:
-        """True if the URL has the manifest's digest."""
+        """True if the URL contains the manifest's digest."""
         return _DIGEST.fullmatch(self.reference) is not None
 
     @property
     def artifact(self) -> Artifact | None:
-        """The artifact, which is requested until it is there; None if the registry has none of this tag or digest."""
+        """The artifact, requested until it exists. None: the registry has no artifact of this tag or digest."""
         with self._lock:
             self._known = self._known or self._find()
             return self._known
@@ -160,7 +161,7 @@ class OciClient:
 
     @property
     def files(self) -> Mapping[str, FileStat]:
-        """All files of the artifact, by path; none if there is no artifact."""
+        """All files of the artifact by path; empty if the artifact does not exist."""
         artifact = self.artifact
         return {} if artifact is None else artifact.files
 
@@ -175,10 +176,10 @@ class OciClient:
         return self._get(known, location, start, end, hashlib.sha256() if is_whole else None)
 
     def _get(self, known: FileStat, location: str, start: int, end: int | None, hashed: Hash | None) -> Body:
-        """Request a range of a blob. `hashed` has what was read of the blob before the range."""
+        """Request a range of a blob. `hashed` is the hash of the blob's bytes before the range."""
         part: tuple[int, int] = (0, 0)
         pieces: Iterable[Any] = ()
-        if known.nbytes:  # Of an empty blob there is no range.
+        if known.nbytes:  # An empty blob has no range.
             url, until = self._api(f"blobs/{known.version}"), None if end is None else min(end, known.nbytes)
             try:
                 body = http.get(url, location, start, until, None, None, self._send_for_blob)
@@ -214,7 +215,7 @@ class OciClient:
     def _send(
         self, method: str, url: str, location: str, headers: http.Headers, body: Callable[[], Any] = lambda: None
     ) -> BaseHTTPResponse:
-        """Send a request with what the registry wants as credentials; `body` makes the body, once for each request.
+        """Send a request with the credentials that the registry requires; `body` is called once for each attempt.
 
         Raises:
             RequestError: the request failed, or is not permitted.
@@ -231,19 +232,19 @@ class OciClient:
         return answer
 
     def _send_for_blob(self, method: str, url: str, location: str, headers: http.Headers) -> BaseHTTPResponse:
-        """The answer with bytes of a blob, which may come from storage elsewhere."""
+        """Request bytes of a blob, from the registry or from its storage elsewhere, and return the answer."""
         address, since = self._addresses.get(url, ("", 0.0))
         if address and time.monotonic() - since < _SIGNED_SECONDS:
             answer = http.send(method, address, location, headers)
             if answer.status in (200, 206):
                 return answer
-            answer.close()  # The signature has expired, or the storage has failed: the registry names another URL.
+            answer.close()  # The signature has expired, or the storage has failed: request a new URL from the registry.
         answer = self._send(method, url, location, headers)
         target = http.redirect_of(answer, url)
         if target is None:
             return answer
         answer.close()
-        # Proof that the registry may choose: no credentials are sent there, length and digests are compared.
+        # The registry may choose this address: no credentials are sent there, and length and digests are compared.
         parts = urlsplit(target)
         if parts.scheme not in ("https", urlsplit(url).scheme) or "@" in parts.netloc or not parts.hostname:
             what = f"the registry redirects to {shown(parts.scheme[:20])}, expected https without a user"
@@ -256,14 +257,15 @@ class OciClient:
     # Writing.
 
     def has_blob(self, digest: str, nbytes: int) -> bool:
-        """Whether the repository has a blob of this digest."""
+        """Return True if the repository has a blob of this digest."""
 
         def ask() -> bool:
             answer = self._send("HEAD", self._api(f"blobs/{digest}"), self.root, {})
             answer.close()
             if answer.status == 404:
                 return False
-            # Storage may be elsewhere, and need not permit HEAD: the registry's redirect says that it has the blob.
+            # Storage may be elsewhere, and may not permit HEAD: the registry's redirect is enough to show that it has
+            # the blob.
             if answer.status == 200 or http.redirect_of(answer, self._api("")) is not None:
                 length = answer.headers.get("content-length", str(nbytes))
                 return answer.status != 200 or length == str(nbytes)
@@ -272,14 +274,14 @@ class OciClient:
         return persistent(ask, self.root)
 
     def push_blob(self, digest: str, nbytes: int, pieces: Pieces) -> None:
-        """Send a blob in one request. If that breaks off, go on from where the registry says that it is.
+        """Send a blob in one request. If that breaks off, continue from the offset that the registry reports.
 
-        The registry compares the digest, which is part of the last request. Some registries have lost the upload then
-        (distribution 2.8), which begins again.
+        The last request contains the digest, and the registry compares it. Some registries lose an upload that broke
+        off (distribution 2.8); then it begins again.
 
         Raises:
-            RequestError: no request succeeded for `connect.RETRY_SECONDS`; `_MAX_RESTARTS` requests broke off, and the
-                registry kept nothing of them; or it refuses the blob.
+            RequestError: no request succeeded for `connect.RETRY_SECONDS`; `_MAX_RESTARTS` requests broke off and the
+                registry kept none of their bytes; or the registry rejects the blob.
         """
         where = f"{self.root}: blob {digest[:19]}"
         upload, offset, chunk_nbytes, num_lost, patience = "", 0, nbytes, 0, Patience()
@@ -307,7 +309,8 @@ class OciClient:
             if failure.status == 413 and chunk_nbytes > _CHUNK_NBYTES:
                 upload, chunk_nbytes = "", _CHUNK_NBYTES
                 continue
-            # It may have ended, completed by a request whose answer was lost; else some of it may be kept.
+            # The upload may be complete if only the last answer was lost; otherwise the registry may have kept some
+            # bytes.
             has_lost = bool(sent_nbytes) or (failure.status in (404, 416) and bool(upload))
             if has_lost and num_lost < _MAX_RESTARTS:
                 num_lost, patience = num_lost + 1, Patience()
@@ -326,7 +329,7 @@ class OciClient:
 
     def _send_chunk(self, upload: str, start: int, end: int, nbytes: int, pieces: Pieces, where: str) -> str:
         headers = _UPLOAD_TYPE | {"content-length": str(end - start)}
-        if (start, end) != (0, nbytes):  # As Docker's own client, which every registry knows, where it is all.
+        if (start, end) != (0, nbytes):  # As Docker's own client: a whole blob has no range.
             headers["content-range"] = f"{start}-{end - 1}"
         answer = self._send("PATCH", upload, where, headers, lambda: pieces(start, end))
         return self._upload_of(answer, upload, (202,), where)
@@ -337,14 +340,14 @@ class OciClient:
         _check_written(answer, digest, where)
 
     def _upload_state(self, upload: str, nbytes: int, where: str) -> tuple[str, int]:
-        """Where an upload goes on after a failure: its URL and offset; the empty URL to begin again."""
+        """Return URL and offset at which an upload continues after a failure; the empty URL to begin again."""
         if not upload:
             return "", 0
         try:
             answer = self._send("GET", upload, where, {})
             answer.close()
             found = _UPLOADED.fullmatch(answer.headers.get("range", ""))
-            # "0-0" is that of one byte, or of none: registries differ.
+            # "0-0" may mean one byte or none: registries differ.
             if answer.status != 204 or found is None or not 0 < int(found[1]) < nbytes:
                 return "", 0
             return self._upload_of(answer, upload, (204,), where), int(found[1]) + 1
@@ -352,7 +355,7 @@ class OciClient:
             return "", 0
 
     def _upload_of(self, answer: BaseHTTPResponse, url: str, statuses: tuple[int, ...], where: str) -> str:
-        """The URL of an upload by an answer. The proof that the registry may choose it: it is on its own server."""
+        """Return an upload's URL from an answer. The registry may choose it only on its own server."""
         answer.close() if answer.length_remaining else answer.release_conn()
         if answer.status not in statuses:
             raise request_error("", where, status=answer.status, retry_after=answer.headers.get("retry-after"))
@@ -365,7 +368,7 @@ class OciClient:
         return target
 
     def put_manifest(self, content: bytes) -> None:
-        """Write the manifest of the tag, whose blobs are there, in place of another. Atomic."""
+        """Write the manifest of the tag, replacing the older one. Its blobs must exist already. Atomic."""
 
         def ask() -> None:
             headers = {"content-type": MANIFEST_TYPE, "content-length": str(len(content))}
@@ -376,14 +379,14 @@ class OciClient:
         persistent(ask, self.root)
 
     def again(self) -> OciClient:
-        """The same name, which is looked up again, with the same tokens."""
+        """Return a client of the same name with the same tokens that requests the manifest again."""
         client = OciClient(self.scheme, self.registry, self.repository, self.reference)
         client._login = self._login
         return client
 
 
 def digest_of(content: bytes) -> str:
-    """A digest as registries write it."""
+    """Return the SHA-256 of content as registries write it."""
     return f"sha256:{hashlib.sha256(content).hexdigest()}"
 
 
@@ -396,7 +399,7 @@ def _check_written(answer: BaseHTTPResponse, digest: str, where: str) -> None:
 
 
 def _hashed(pieces: Any, hashed: Hash, known: FileStat, offset: int, location: str) -> Iterator[bytes]:
-    """The pieces of a blob to its end, and then the comparison with its digest."""
+    """Yield the pieces of a blob to its end, where its digest is compared."""
     for piece in pieces:
         hashed.update(piece)
         offset += len(piece)
@@ -408,10 +411,10 @@ def _hashed(pieces: Any, hashed: Hash, known: FileStat, offset: int, location: s
 
 
 def _files_of(content: bytes, where: str) -> dict[str, FileStat]:
-    """The files that a manifest lists.
+    """Return the files in a manifest.
 
     Raises:
-        FormatError: it is none of an artifact of files, or names what no folder can have.
+        FormatError: the manifest is not of an artifact of files, or contains names that are not valid in a folder.
     """
     top = Fields(parse_object(content, where), where)
     if top.top.get("mediaType") in _INDEXES or "manifests" in top.top:
@@ -444,13 +447,13 @@ def _files_of(content: bytes, where: str) -> dict[str, FileStat]:
 
 @dataclass(frozen=True, slots=True)
 class OciStore(CloudStore):
-    """The files of an artifact."""
+    """The files of an artifact, as a store."""
 
     client: OciClient
 
 
 def offer(url: str) -> OciStore:
-    """An artifact, or a folder in it. No request is made yet."""
+    """Return the store of an artifact, or of a folder in it, without a request."""
     match = _URL.fullmatch(re.sub("^[^:]*", lambda scheme: scheme[0].lower(), url))
     if match is None or {".", ".."} & set(match["folder"].split("/")):
         what = (

@@ -1,12 +1,13 @@
-"""Credentials of registries, as `docker login` leaves them, and the tokens that registries want for them.
+"""Credentials of registries, as stored by `docker login`, and the tokens that registries require.
 
-A registry that wants credentials answers a first request with 401 and a challenge (`WWW-Authenticate`). `Basic` wants
-user and password with each request. `Bearer` names a token server, the realm, which gives a token for some minutes in
-exchange for them (distribution/distribution, docs/spec/auth/token.md; docs/spec/auth/oauth.md for identity tokens).
+A registry that requires credentials answers a first request with 401 and a challenge (`WWW-Authenticate`). `Basic`
+requires user and password with each request. `Bearer` names a token server, the realm, which exchanges them for a token
+that is valid for some minutes (distribution/distribution, docs/spec/auth/token.md; docs/spec/auth/oauth.md for identity
+tokens).
 
-A registry chooses its realm, so this module decides which servers credentials are sent to: those of the registry's own
-host or of its domain, over TLS if the registry has TLS, and those for which the user has stored credentials. A redirect
-of a token server to another host is not followed.
+A registry chooses its realm, so this module decides which servers receive credentials: servers on the registry's own
+host or domain, over TLS if the registry has TLS, and servers with credentials that the user has stored. A redirect of a
+token server to another host is not followed.
 """
 
 from __future__ import annotations
@@ -36,15 +37,15 @@ if TYPE_CHECKING:
     from urllib3 import BaseHTTPResponse
 
 HUB = "docker.io"
-"""Docker Hub's name in references."""
+"""Name of Docker Hub in references."""
 _HUB_HOST = "registry-1.docker.io"
 _HUB_KEY = "https://index.docker.io/v1/"
-"""The name under which `docker login` keeps credentials of Docker Hub (docker/cli, cli/config/configfile)."""
+"""Key of Docker Hub's credentials in the file of `docker login` (docker/cli, cli/config/configfile)."""
 _HELPER = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]*", re.ASCII)
 _HELPER_SECONDS = 30.0
-"""The longest time of a credential helper."""
+"""Maximum duration of a credential helper in seconds."""
 _TOKEN_USER = "<token>"
-"""The user that a credential helper reports for an identity token (docker/docker-credential-helpers)."""
+"""User name in a credential helper's answer with an identity token (docker/docker-credential-helpers)."""
 _TOKEN = re.compile(r"[\x21-\x7e]+", re.ASCII)
 _PARAMETER = re.compile(r'([A-Za-z]+)="([^"\\]{0,2000})"', re.ASCII)
 _MAX_CONFIG_NBYTES = 4 * 2**20
@@ -53,12 +54,12 @@ _MAX_ANSWER_NBYTES = 2**18
 
 @dataclass(frozen=True, slots=True)
 class Credentials:
-    """What a user has stored for a registry."""
+    """A user's stored credentials for a registry."""
 
     user: str
     password: str = field(repr=False)
     identity_token: str = field(default="", repr=False)
-    """Replaces the password where a token server takes it."""
+    """Sent instead of the password to a token server that accepts it."""
 
     @property
     def basic(self) -> str:
@@ -67,15 +68,15 @@ class Credentials:
 
 
 def api_host(registry: str) -> str:
-    """The host that serves a registry's API."""
+    """Return the host that serves a registry's API."""
     return _HUB_HOST if registry == HUB else registry
 
 
 def find_credentials(registry: str) -> Credentials | None:
-    """The credentials of a registry in Docker's configuration; None if it has none.
+    """Return the credentials of a registry in Docker's configuration, or None.
 
     The configuration is `config.json` in `DOCKER_CONFIG`, or else in `~/.docker`. It may name programs that keep
-    credentials (`credHelpers`, `credsStore`): these are run.
+    credentials (`credHelpers`, `credsStore`). This function runs them.
 
     Raises:
         PlanError: the configuration cannot be read, or a credential helper fails.
@@ -113,7 +114,7 @@ def _object(top: Fields, name: str) -> Mapping[str, Any]:
 
 
 def _host_of(key: str) -> str:
-    """The host of an entry, which may be a URL, as older versions of Docker write it."""
+    """Return the host of an entry. Older versions of Docker write a URL."""
     return re.sub(r"^https?://", "", key).partition("/")[0]
 
 
@@ -129,7 +130,7 @@ def _stored(entry: Mapping[str, Any]) -> Credentials:
 
 
 def _ask_helper(helper: object, key: str) -> Credentials | None:
-    """What a credential helper of Docker has; its output is shown nowhere."""
+    """Return the credentials of a Docker credential helper, or None. Its output is never shown."""
     if not isinstance(helper, str) or not _HELPER.fullmatch(helper):
         raise FormatError("a credential helper is not the name of a program", code="field")
     program = f"docker-credential-{helper}"
@@ -149,33 +150,33 @@ def _ask_helper(helper: object, key: str) -> Credentials | None:
 
 
 class Login:
-    """The credentials of one client at one repository of a registry. Thread-safe. It shows no secret."""
+    """The credentials of one client at one repository of a registry. Thread-safe. Never shows a secret."""
 
     def __init__(self, registry: str, repository: str, scheme: str) -> None:
-        """Make it; nothing is read or requested before a registry wants credentials. `scheme` is of its own URLs."""
+        """Read and request nothing until a registry requires credentials; `scheme` is that of the registry's URLs."""
         self._registry = registry
         self._repository = repository
         self._scheme = scheme
         self._headers: dict[bool, str] = {}
-        """`Authorization`, of requests that read, and that write."""
+        """Values of `Authorization`, for requests that read (False) and that write (True)."""
         self._lock = threading.Lock()
 
     def header(self, *, is_write: bool) -> Mapping[str, str]:
-        """The header that requests have now; none before the registry has wanted one."""
+        """Return the current header for requests; empty before the registry has required one."""
         known = self._headers.get(is_write)
         return {"authorization": known} if known else {}
 
     def renew(self, answer: BaseHTTPResponse, used: Mapping[str, str], *, is_write: bool) -> bool:
-        """Get what a registry wants that has answered 401. Threads that are refused together ask once.
+        """Obtain the credentials for a registry that answered 401. Threads that are refused together request them once.
 
         Args:
-            used: the header of the request that was refused.
+            used: the header of the refused request.
 
         Returns:
             True if the request is worth repeating.
 
         Raises:
-            RequestError: the token server refuses, or must not be asked.
+            RequestError: the token server refuses, or must not receive credentials.
             PlanError: Docker's configuration is wrong.
         """
         challenge = answer.headers.get("www-authenticate", "")[:8192]
@@ -195,7 +196,7 @@ class Login:
             return is_new
 
     def _token(self, asked: Mapping[str, str], credentials: Credentials | None, *, is_write: bool) -> str:
-        """A token of the server that a challenge names."""
+        """Return a token of the server that a challenge names."""
         where = f"oci://{self._registry}"
         realm, credentials = self._checked(asked.get("realm", ""), credentials, where)
         actions = "pull,push" if is_write else "pull"
@@ -227,10 +228,10 @@ class Login:
         return token
 
     def _checked(self, realm: str, credentials: Credentials | None, where: str) -> tuple[str, Credentials | None]:
-        """A realm that may be asked, and what is sent there.
+        """Return the realm and the credentials to send there; raise RequestError if the realm is not permitted.
 
-        The proof: it is of the registry's host or domain, by TLS if the registry is; or the user has credentials for
-        that host itself, and then these are sent.
+        A realm is permitted on the registry's host or domain, over TLS if the registry has TLS. On another host it is
+        permitted if the user has stored credentials for that host, which are then sent instead.
         """
         try:
             parts = urlsplit(realm)
@@ -251,7 +252,7 @@ class Login:
 
 
 def is_near(host: str, own: str) -> bool:
-    """Whether a host is the registry's own, or of its domain: the registry's name without its first part."""
+    """Return True if a host is the registry's own, or in its domain: the registry's name without its first part."""
     if host == own:
         return True
     domain = own.partition(".")[2]
@@ -263,7 +264,7 @@ def is_near(host: str, own: str) -> bool:
 
 
 def refused(where: str, registry: str, status: int | None) -> RequestError:
-    """The error for a request that a registry, or its token server, does not permit."""
+    """Return the error for a request that a registry, or its token server, does not permit."""
     what = (
         f"the registry denies access: `docker login {registry}` as a user who may do this; a registry may also answer"
         f" so where there is no such repository (HTTP {status})"
@@ -272,7 +273,7 @@ def refused(where: str, registry: str, status: int | None) -> RequestError:
 
 
 def whole(answer: BaseHTTPResponse, where: str, limit: int) -> bytes:
-    """The body of an answer of status 200. FormatError: it has more than `limit` bytes."""
+    """Return the body of an answer of status 200. FormatError: it has more than `limit` bytes."""
     if answer.status != 200:
         answer.close()
         raise request_error("", where, status=answer.status, retry_after=answer.headers.get("retry-after"))

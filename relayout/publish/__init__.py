@@ -1,1 +1,1 @@
-"""Publishes outputs: a folder is staged beside its place and renamed; a prefix of a bucket is claimed and filled."""
+"""Publishing of outputs: a folder is staged next to its path and renamed; a bucket prefix is claimed and filled."""

@@ -1,16 +1,16 @@
-"""The publisher of buckets: files are made in local scratch and uploaded whole; the marker is written last.
+"""The publisher of buckets: files are written to local scratch and uploaded whole; the marker is written last.
 
-Everything of an output lies under its prefix: the files; while it is made, also the claim (`claim`) and the records of
-finished parts, `.relayout/...`. A part is finished when its record is there, which is written after its files. Any
-process of the same work goes on from there.
+All objects of an output lie below its prefix. While the output is unfinished, these include the claim (see `claim`) and
+the records of finished parts, `.relayout/...`. A part is finished when its record exists, which is written after its
+files. Any process with the same work resumes from the finished parts.
 
-**Publishing.** All files but the marker are there; a listing shows that they are the ones that were sent, and that
-nothing else is there but what the claim took over; then the marker is created where there is none, or replaces the
-version of the older one. From then on the output is complete. What is left of the older output, of records and of the
-claim is deleted after that. An older output can be read until the first of its small files is replaced, which is just
-before its marker is.
+**Publishing.** First, all files but the marker are written. Then a listing must show exactly the objects that were
+sent, and no others but those that the claim took over. Then the marker is created if none exists, or replaces the
+version of the older marker. From then on the output is complete. Afterwards, the rest of the older output, the records
+and the claim are deleted. An older output can be read until its first small file is replaced, shortly before its marker
+is.
 
-What a killed process leaves of an unfinished upload is no object, and the bucket's to delete.
+An unfinished upload of a killed process is not an object. Its deletion is left to the bucket (lifecycle rules).
 """
 
 from __future__ import annotations
@@ -55,24 +55,24 @@ from relayout.storage.local.store import OutputFile
 from relayout.storage.stores import Modes, RequestError, Store
 
 _SMALL_NBYTES = 2**20
-"""Files up to this size are kept in memory."""
+"""Maximum bytes of a file that is kept in memory."""
 _WHOLE_NBYTES = 2**28
-"""Files with names that are given are created by one request, from memory, up to this size."""
+"""Maximum bytes of a file that is created by one request, from memory, if its name is fixed by the work."""
 _NUM_STREAMS = 16
-"""Parts of files that are sent at the same time."""
+"""Number of parts of files that are sent at the same time."""
 _NUM_FILES = 4
-"""Files that are sent at the same time."""
+"""Number of files that are sent at the same time."""
 
 
 @dataclass(frozen=True, slots=True)
 class BucketPublisher:
-    """Publishes below a prefix; see `publishers.StorePublisher`."""
+    """The publisher for a prefix of a bucket; see `publishers.StorePublisher`."""
 
     prefix: Prefix
 
     @staticmethod
     def of(store: Store) -> BucketPublisher:
-        """The publisher of a store. PlanError: it can only be read, or is a whole bucket."""
+        """Return the publisher of a store. PlanError: the store is read-only, or is a whole bucket."""
         if not isinstance(store, CloudStore) or not isinstance(store.client, WritableClient):
             what = "relayout cannot write to this store: choose another output"
             raise PlanError(what, path=str(store), code="unsupported")
@@ -117,13 +117,14 @@ def begin(
     """Claim a prefix, and yield the output there, which is published at the end if `publishes`.
 
     Args:
-        gathers: whether other processes make all parts. They must have claimed it for this work, if that is resumable.
+        gathers: True if other processes write all parts. If the work is resumable, they must have claimed the prefix
+            for it before.
     """
     with scratch_folder(work.scratch) as scratch, OpenFolder(scratch) as place:
         claim, made = claim_prefix(prefix, older, work, force=force, is_new=not (gathers and work.is_resumable))
         if not work.weights and older.marker in claim.older:
-            prefix.delete([older.marker])  # Files of its names are replaced from now on.
-            made = None  # What was there before is gone.
+            prefix.delete([older.marker])  # Its files are replaced from now on.
+            made = None  # The older output is lost, so the claim cannot be given up any more.
         files = LocalOutput(scratch, place, Modes())
         try:
             output = BucketOutput(prefix, older.marker, claim, files, publishes=publishes)
@@ -139,7 +140,7 @@ def begin(
         except BaseException as error:
             if work.is_resumable and isinstance(error, Exception):
                 with suppress(Exception):
-                    output.wait()  # A part that is complete is kept.
+                    output.wait()  # Keep a complete part.
             output.stop()
             if work.is_resumable:
                 if output.has_parts:
@@ -156,10 +157,10 @@ def begin(
 
 
 def remove_output(prefix: Prefix, older: Replaceable) -> None:
-    """Delete an output and what is left of one, see `StorePublisher.remove`.
+    """Delete an output and the remains of an unfinished one; see `StorePublisher.remove`.
 
-    The proof: a claim, or the records of the output, name the objects. They are noted in a claim before the first of
-    them is deleted, so that what is left of a killed deletion is still named.
+    Only objects named by a claim, or by the records of the output, are deleted. Their names are written to a claim
+    before the first deletion, so that a killed deletion can be resumed.
     """
     claim, version = read_claim(prefix)
     there = prefix.objects().keys()
@@ -182,14 +183,14 @@ class Part:
     notes: bytes
 
     def dump(self) -> bytes:
-        """Its content. PlanError: it would be too large to be read again."""
+        """Return the record's content. PlanError: it would be too large to be read again."""
         files = {name: asdict(sent) for name, sent in self.files.items()}
         content = json.dumps({"relayout": "part", "files": files, "notes": self.notes.decode("latin-1")}).encode()
         return readable(content, MAX_NBYTES, "the record of a part")
 
     @staticmethod
     def parse(content: bytes, where: str) -> Part:
-        """The inverse of `dump`. FormatError: the object is no record."""
+        """Return the record from its content. FormatError: the object is not a record."""
         try:
             value = json.loads(content.decode())
             if value["relayout"] != "part":
@@ -202,42 +203,42 @@ class Part:
 
 
 class BucketOutput:
-    """An output below a prefix, by one process; see `Output`."""
+    """An output below a prefix, as written by one process; see `Output`."""
 
     def __init__(
         self, prefix: Prefix, marker: str, claim: Claim, files: LocalOutput, *, publishes: bool = True
     ) -> None:
         self._prefix = prefix
         self._publishes = publishes
-        """Whether this process publishes the output: if not, all that it writes is of parts."""
+        """True if this process publishes the output. Otherwise all files that it writes belong to parts."""
         self._marker = marker
         self._claim = claim
         self._scratch = files
         self.mark = claim.mark
         self._older = prefix.load(marker, MAX_NBYTES) if marker in claim.older else None
-        """The marker of the older output, and its version."""
+        """Content and version of the older output's marker. None: no older output is replaced."""
         self._parts: dict[str, Part] = {}
-        """The parts that are finished."""
+        """Finished parts."""
         self._listed: dict[str, str] | None = None
-        """What was there when finished parts were first looked for."""
+        """Objects and versions at the time of the first search for finished parts."""
         self._complete: dict[str, Sent] = {}
-        """Files in scratch that are complete, of no part yet."""
+        """Complete files in scratch that do not belong to a part yet."""
         self._small: dict[str, bytes] = {}
         self._sent: dict[str, Sent] = {}
-        """Files that this process has sent, beside those of parts."""
+        """Files that this process has sent, except files of finished parts."""
         self.has_sent = False
-        """Whether a file of this process may be there, or come to be there."""
+        """True if this process may have sent a file: it may exist, or may come to exist."""
         self._is_lost = False
-        """Whether other processes have completed the output, or have taken over its place."""
+        """True if other processes have completed the output, or have taken over its prefix."""
         self._lock = threading.Lock()
         self._is_over = threading.Event()
         self._sender = ThreadPoolExecutor(1, "relayout-upload")
         self._sending: Future[None] | None = None
-        """The sending of the last part: it is sent while the next one is made."""
+        """The upload of the last part, during which the next part is written."""
 
     @property
     def has_parts(self) -> bool:
-        """Whether there is anything that the next attempt need not make again."""
+        """True if the next attempt can resume from finished parts."""
         return bool(self._parts) and not self._is_lost
 
     def check_space(self, nbytes: int, part_nbytes: int | None = None) -> None:
@@ -265,7 +266,7 @@ class BucketOutput:
             self._create(name, bytes(begun))
 
     def _send_large(self, name: str) -> None:
-        """Send a file whose name is given."""
+        """Send a file with a name that is fixed by the work."""
         file = self._scratch.folder.path / name
         self._check()
         if file.stat().st_size <= _WHOLE_NBYTES:
@@ -295,7 +296,7 @@ class BucketOutput:
         return found.notes
 
     def keep(self, part: str, notes: bytes) -> None:
-        """Send the files, and then the record, while the caller goes on. Errors are raised by a later call."""
+        """Send the files, and then the record, in the background. Later calls raise the errors."""
         with self._lock:
             files, self._complete = self._complete, {}
             sent: dict[str, Sent] = {}
@@ -312,7 +313,7 @@ class BucketOutput:
                 self._sending.result()
 
     def stop(self) -> None:
-        """Send nothing more."""
+        """Stop sending."""
         self._is_over.set()
         self._sender.shutdown(wait=True, cancel_futures=True)
 
@@ -320,7 +321,7 @@ class BucketOutput:
         """Send the files of a part, and then its record.
 
         Args:
-            others: files of the part that were sent when they were put.
+            others: files of the part that `put` has already sent.
         """
         self._check()
         num_files = max(1, min(_NUM_FILES, len(files)))
@@ -330,13 +331,13 @@ class BucketOutput:
         name = self._claim.records + part
         try:
             self._prefix.put(name, record.dump())
-        except FileExistsError:  # Another process has finished it, too; or the older record named a file that is gone.
+        except FileExistsError:  # Another process also finished it, or a recorded file is gone.
             loaded = self._prefix.load(name, MAX_NBYTES)
             self._prefix.put(name, record.dump(), replaced=None if loaded is None else loaded[1])
         self._parts[part] = record
 
     def _upload(self, name: str, file: Sent, num_files: int) -> Sent:
-        """Send a file from scratch, of which it is deleted then."""
+        """Send a file from scratch, and delete it there."""
         path, full = self._scratch.folder.path / name, self._prefix.full(name)
         self.has_sent = True
         try:
@@ -345,7 +346,7 @@ class BucketOutput:
             if not self._prefix.proves(name, file):  # The answer may have been lost.
                 raise
             version = {}
-        os.truncate(path, 0)  # It may still be open.
+        os.truncate(path, 0)  # The file may still be open.
         self._scratch.remove(name)
         return Sent(file.nbytes, _version_of(version), file.digest, file.digest_nbytes)
 
@@ -354,7 +355,7 @@ class BucketOutput:
             raise Stopped("the output was given up")
 
     def _check(self) -> None:
-        """Check that the prefix is still claimed by this work. PlanError: it is not."""
+        """Raise PlanError unless the prefix is still claimed by this work."""
         found, _ = read_claim(self._prefix)
         if found is not None and found.is_of(self._claim):
             return
@@ -368,7 +369,7 @@ class BucketOutput:
     # Publishing.
 
     def publish(self) -> None:
-        """Write what is left, and the marker last."""
+        """Write the remaining files, and the marker last."""
         self.wait()
         if self._complete:
             self.keep("rest", b"")
@@ -388,27 +389,27 @@ class BucketOutput:
 
     @property
     def _written(self) -> dict[str, Sent]:
-        """All files that were sent, also by other processes."""
+        """All files that were sent, including those of other processes."""
         return {name: sent for part in self._parts.values() for name, sent in part.files.items()} | self._sent
 
     def _create(self, name: str, content: bytes) -> None:
-        """Write a file whose name is given: where there is none, or over what the claim took over."""
+        """Write a file with a fixed name: create it, or replace an object that the claim took over."""
         sent = Sent(len(content), "", digest_hex(content), len(content))
         self.has_sent = True
         try:
             version = self._prefix.put(name, content)
         except FileExistsError:
-            # This work's own objects are equal, but for small ones that have changed in the source meanwhile.
+            # This work's own objects are equal, except small ones that have changed in the source meanwhile.
             if name not in self._claim.older and (name == self._marker or name not in self._claim.names):
                 raise
-            # First the version, then whose the prefix is: another that has taken over since has replaced the version.
+            # Read the version before the claim: a process that takes over after that replaces this version.
             loaded = self._older if name == self._marker else self._prefix.load(name, MAX_NBYTES)
             self._check()
             version = self._prefix.put(name, content, replaced=None if loaded is None else loaded[1])
         self._sent[name] = Sent(sent.nbytes, _version_of(version), sent.digest, sent.digest_nbytes)
 
     def _check_there(self, *, is_whole: bool) -> None:
-        """Check by a listing that what was sent is there, and nothing else; small files only if all are written."""
+        """Check by a listing that all sent files exist, and no others; small files only if all are written."""
         there, written = self._prefix.objects(), self._written
         hidden = {name for name in there if name.startswith(HIDDEN)}
         may_be = {*written, *self._claim.older, *hidden, *([] if is_whole else self._claim.names)}
@@ -428,10 +429,10 @@ class BucketOutput:
             raise FileExistsError(errno.EEXIST, what, self._prefix.location(min(wrong)))
 
     def _clean_up(self) -> None:
-        """Delete what is left of the older output, the records, and the claim.
+        """Delete the remains of the older output, the records, and the claim.
 
-        The proof: the claim names the older output's files, which it took over with the prefix, and none of them is a
-        file of this output; the records are of this work and mark. The claim is deleted if it is still of this work.
+        Only these objects are deleted: files that the claim took over from the older output and that this output does
+        not contain; records with this work's fingerprint and mark; and the claim, if it is still of this work.
         """
         there = self._prefix.objects().keys()
         own = {*self._written, self._marker}
@@ -442,10 +443,10 @@ class BucketOutput:
             self._prefix.delete([CLAIM])
 
     def discard(self, error: BaseException, *, others_may_write: bool) -> None:
-        """Delete what is there of this work, and give up the claim.
+        """Delete this work's objects, and give up the claim.
 
-        What replaced a file of an older output stays: the next work that takes over replaces it. Where other processes
-        may still write, the claim stays, and says that it is released: the next work then has a mark.
+        Objects that replaced files of an older output are kept: the next work that takes over replaces them. If other
+        processes may still write, the claim is kept and marked as released, so that the next work gets a mark.
         """
         try:
             self._check()
@@ -461,12 +462,12 @@ class BucketOutput:
 
 
 def _version_of(version: Version) -> str:
-    """What a listing will report; empty if the store did not tell."""
+    """Return the version as a listing reports it; empty if the store did not report one."""
     return bare(version.get("e_tag") or version.get("version") or "")
 
 
 def check_scratch(place: Path, nbytes: int, part_nbytes: int | None) -> None:
-    """Check that scratch has space for an output. While a part is sent, the next one is made. PlanError: too little."""
+    """Raise PlanError unless scratch has space: for two parts, as one is sent while the next is written."""
     needed = nbytes if part_nbytes is None else min(nbytes, 2 * part_nbytes)
     advice = (
         ", for files on their way to a bucket: name another folder (--scratch, or TMPDIR), or let parts be smaller"
@@ -482,10 +483,10 @@ _TRIES = 100
 
 @contextmanager
 def scratch_folder(place: str | Path | None) -> Iterator[Path]:
-    """Yield a new private folder, which is deleted at the end. What killed processes left there is deleted, too.
+    """Yield a new private folder, which is deleted at the end; delete such folders of killed processes.
 
     Args:
-        place: where; None: the system's folder of temporary files (TMPDIR).
+        place: the parent folder. None: the system's folder of temporary files (TMPDIR).
     """
     parent = Path(tempfile.gettempdir() if place is None else place).resolve()
     if not parent.is_dir():
@@ -501,7 +502,7 @@ def scratch_folder(place: str | Path | None) -> Iterator[Path]:
 
 
 def _new_scratch(parent: Path) -> tuple[Path, HeldLock]:
-    """A new private folder, and its lock. Another process may delete it before it is locked: then another one."""
+    """Create and lock a private folder; retry if another process deletes it before it is locked. Return both."""
     for _ in range(_TRIES):
         folder = Path(tempfile.mkdtemp(prefix=_PREFIX, dir=parent))
         try:
@@ -517,10 +518,10 @@ def _new_scratch(parent: Path) -> tuple[Path, HeldLock]:
 
 
 def _remove_left(parent: Path) -> None:
-    """Delete the folders that processes of this user left when they were killed.
+    """Delete the folders that killed processes of this user left.
 
-    The proof: the folder has our name and is this user's own, and nobody holds its lock, which a process holds until it
-    ends; or the folder is empty, as one is whose process was killed before it made the lock.
+    A folder is deleted only if it has the prefix of `scratch_folder`, belongs to this user, and is not locked by a
+    process (which holds the lock until it ends) or is empty (its process was killed before it created the lock).
     """
     for folder in parent.glob(f"{_PREFIX}*"):
         with suppress(OSError, PlanError):

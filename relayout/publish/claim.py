@@ -1,24 +1,26 @@
-"""The prefix of an output in a bucket, and its claim: one object in it, `.relayout/claim`, which says who writes there.
+"""The prefix of an output in a bucket, and its claim: an object `.relayout/claim` that names the work written there.
 
-A claim says which work it is, and under which names it writes. It is created only where there is none, and replaced
-only on condition of its version. Who finds the same work in it goes on with that; any other is refused. `--force`
-replaces it, and the new claim takes over all names of the older one: these, and no others, may be replaced or deleted.
+A claim contains the fingerprint of a work and the names of all files that the work writes. It is created only if none
+exists, and replaced only by compare-and-swap on its version. A process that finds a claim of its own work resumes that
+work; other work is refused. `--force` replaces the claim. The new claim takes over all names of the older one: only
+these may be replaced or deleted.
 
-**No lease, no clock.** Nobody knows whether the process that wrote a claim still runs. So a process that lost its claim
-may write for as long as it likes, and must not be able to harm:
+**No lease, no clock.** No process can find out if the writer of a claim still runs. So a process that lost its claim
+may continue to write for any time, and must not be able to do harm:
 
-- Weight files are large, and no store creates one by several requests on condition that there is none. So two works
-  never write one name: a claim that was not the first of its prefix has a mark, which the names of its weight files
-  carry. It is the digest of the work and of all that was claimed before, so that no claim has the mark of another.
-  The files of one work are equal, and may replace each other.
-- All other files are created only where there is none, or replace the version of an object that the claim took over.
-  (A version that is a digest of the content, as of S3, comes again with the content: see STORES.md.)
-- Who deletes an older output's weight files deletes names that nobody will write again.
-- A process that fails before it has sent a file gives up the claim that it has made, on condition of its version: what
-  was there before is there again. Who goes on with a claim notes that in it, once, so that the version is another.
+- Weight files are large, and no store creates an object by several requests on condition that none exists. So two works
+  never write the same name: any claim but the first of its prefix has a mark, which is part of the names of its weight
+  files. The mark is a digest of the work and of all earlier claims, so no two claims have the same mark. The files of
+  one work are equal, and may replace each other.
+- All other files are created only if no object exists, or replace the version of an object that the claim took over.
+  (If a version is a digest of the content, as in S3, equal content has the same version again: see STORES.md.)
+- When an older output's weight files are deleted, no process will write their names again.
+- A process that fails before it has sent a file gives up a claim that it created, by compare-and-swap on its version:
+  the previous claim is restored. A process that resumes another's work notes that in the claim, once, which changes the
+  version.
 
-Work whose names are given, such as that of `copy`, cannot have a mark. It takes over no other claim, and replaces only
-an output that is complete: nobody is known to write there. The marker of that is deleted first.
+A work with fixed names, such as `copy`, cannot have a mark. It takes over no other claim, and replaces only an output
+that is complete, because no known process writes there. It deletes the marker of that output first.
 """
 
 from __future__ import annotations
@@ -41,47 +43,47 @@ from relayout.storage.stores import RequestError, Store, if_there, limited
 HIDDEN = ".relayout/"
 CLAIM = f"{HIDDEN}claim"
 MAX_NBYTES = 2**28
-"""The largest claim or record."""
+"""Maximum bytes of a claim or record."""
 _NUM_CONFLICTS = 8
 _MARK_LENGTH = 8
 
 
 @dataclass(frozen=True, slots=True)
 class Claim:
-    """Who writes to a prefix."""
+    """The claim of a prefix by one work."""
 
     what: str
-    """The work, for messages."""
+    """Description of the work, for messages."""
     fingerprint: str
     mark: str
-    """What the names of weight files carry; empty for the first claim of a prefix without objects."""
+    """Part of the names of weight files; empty for the first claim of a prefix without objects."""
     names: tuple[str, ...]
-    """All that the work writes."""
+    """Names of all files that the work writes."""
     older: tuple[str, ...]
-    """All that may be replaced or deleted: what earlier claims named, and an older output."""
+    """Names of all objects that may be replaced or deleted: those of earlier claims, and of an older output."""
     is_released: bool = False
-    """Whether the work failed, and none of its files are there: anybody may take over."""
+    """True if the work failed and none of its files exist. Any other work may take over."""
     is_shared: bool = False
-    """Whether more processes than the one that made the claim have begun its work."""
+    """True if other processes than the creator of the claim have begun its work."""
     maker: str = ""
-    """Drawn by the process that made the claim: no two claims are equal, and no version of one comes again."""
+    """Random value of the process that created the claim: no two claims, and no two of their versions, are equal."""
 
     @property
     def records(self) -> str:
-        """How the names of the records of finished parts begin."""
+        """Prefix of the names of the records of finished parts."""
         return f"{HIDDEN}{self.fingerprint}-{self.mark}/"
 
     def is_of(self, other: Claim) -> bool:
-        """Whether both are claims of the same work, under the same names."""
+        """Return True if both claims are of the same work with the same mark."""
         return (self.fingerprint, self.mark) == (other.fingerprint, other.mark)
 
     def dump(self) -> bytes:
-        """Its content. PlanError: it would be too large to be read again."""
+        """Return the claim's content. PlanError: it would be too large to be read again."""
         return readable(json.dumps({"relayout": "claim"} | asdict(self)).encode(), MAX_NBYTES, CLAIM)
 
     @staticmethod
     def parse(content: bytes, where: str) -> Claim:
-        """The inverse of `dump`. FormatError: the object is no claim."""
+        """Return the claim from its content. FormatError: the object is not a claim."""
         try:
             value = json.loads(content.decode())
             if not isinstance(value, dict) or value.pop("relayout", None) != "claim":
@@ -105,11 +107,16 @@ class Claim:
 
 
 _NOBODYS = Claim("nothing", "", "", (), (), is_released=True)
-"""What is written in place of a claim that was given up, where none was before: no store deletes on a condition."""
+"""Written in place of a claim that was given up, if no claim existed before: stores cannot delete by
+compare-and-swap."""
 
 
 def read_claim(prefix: Prefix) -> tuple[Claim | None, Version | None]:
-    """The claim of a prefix, or None; and the version of the object, or None. FormatError: the object is no claim."""
+    """Return the claim of a prefix and the version of its object; None for missing ones.
+
+    Raises:
+        FormatError: the object is not a claim.
+    """
     loaded = prefix.load(CLAIM, MAX_NBYTES)
     if loaded is None:
         return None, None
@@ -119,18 +126,18 @@ def read_claim(prefix: Prefix) -> tuple[Claim | None, Version | None]:
 
 @dataclass(frozen=True, slots=True)
 class Made:
-    """A claim that this process has made, and has sent no file for."""
+    """A claim that this process has created without sending a file for it yet."""
 
     claim: Claim
     version: Version
     earlier: Claim | None
-    """What it has replaced."""
+    """The claim that it replaced. None: no claim existed."""
 
     def give_up(self, prefix: Prefix) -> None:
-        """Have what was there before there again.
+        """Restore the previous claim, if the object still has the version that this process wrote.
 
-        The proof: the claim has the version that this process has made. So nobody has taken over, nobody has begun the
-        same work, and under the names of the claim there is nothing, nor will be.
+        With that version, no process has taken over or begun the same work. So no files with the names of the claim
+        exist, or will exist.
         """
         with suppress(FileExistsError):
             prefix.put(CLAIM, (self.earlier or _NOBODYS).dump(), replaced=self.version)
@@ -139,7 +146,7 @@ class Made:
 def claim_prefix(
     prefix: Prefix, older: Replaceable, work: Work, *, force: bool, is_new: bool = True
 ) -> tuple[Claim, Made | None]:
-    """The claim of this work, which is made if another process has not made it, and `is_new`."""
+    """Return the claim of this work; create it if another process has not, and `is_new`."""
     for _ in range(_NUM_CONFLICTS):
         earlier, version = read_claim(prefix)
         if earlier is not None and not earlier.is_released:
@@ -157,7 +164,7 @@ def claim_prefix(
         claim = _new(prefix, older, earlier, work, force=force)
         if (made := _write(prefix, claim, version)) is None:
             continue
-        # Another work may have begun and ended before, since its claim was looked for.
+        # Another work may have begun and ended since the earlier claim was read.
         if older.marker in prefix.objects().keys() - set(claim.older):
             release(prefix, claim)
             continue
@@ -166,7 +173,7 @@ def claim_prefix(
 
 
 def _write(prefix: Prefix, claim: Claim, replaced: Version | None) -> Version | None:
-    """Write a claim in place of this version of one, or where there is none. None: another process was faster."""
+    """Create a claim, or replace this version of one, and return its version; None if another process was faster."""
     try:
         return prefix.put(CLAIM, claim.dump(), replaced=replaced)
     except FileExistsError:
@@ -174,17 +181,17 @@ def _write(prefix: Prefix, claim: Claim, replaced: Version | None) -> Version | 
 
 
 def _is_complete(prefix: Prefix, older: Replaceable, claim: Claim) -> bool:
-    """Whether the output of a claim is published, and the claim was left over."""
+    """Return True if the output of a claim is published, and the claim is left over."""
     return older.marker not in claim.older and prefix.client.stat(prefix.full(older.marker)) is not None
 
 
 def check_vacant(prefix: Prefix, older: Replaceable, claim: Claim | None, *, force: bool) -> frozenset[str]:
-    """The names of all objects that may be replaced or deleted."""
+    """Check the prefix; return the names of all objects that may be replaced or deleted."""
     there = {name for name in prefix.objects() if not name.startswith(HIDDEN)}
     claimed = frozenset[str]() if claim is None else frozenset([*claim.names, *claim.older])
     if claim is None or (older.marker in there and not force):
         return older.check(prefix.store, there, force=force)
-    with suppress(FormatError):  # What the claim names is proof enough.
+    with suppress(FormatError):  # The names in the claim suffice.
         claimed |= older.names(prefix.store) if older.marker in there else frozenset()
     if foreign := sorted(there - claimed):
         what = f"holds files that relayout did not write, which nothing replaces: {first_of(foreign)}"
@@ -193,7 +200,7 @@ def check_vacant(prefix: Prefix, older: Replaceable, claim: Claim | None, *, for
 
 
 def _check_may_take_over(prefix: Prefix, earlier: Claim, work: Work, *, force: bool) -> None:
-    """Raise PlanError unless work may replace the claim of another that may still be under way."""
+    """Raise PlanError unless work may replace the claim of other work that may still be running."""
     if force and work.weights:
         return
     num_there = len(set(earlier.names) & prefix.objects().keys())
@@ -207,7 +214,7 @@ def _check_may_take_over(prefix: Prefix, earlier: Claim, work: Work, *, force: b
 
 
 def _new(prefix: Prefix, older: Replaceable, earlier: Claim | None, work: Work, *, force: bool) -> Claim:
-    """The claim of work where another was, or none."""
+    """Return a new claim of work, which takes over the earlier claim, if any."""
     named = check_vacant(prefix, older, earlier, force=force)
     before: object = None if earlier is None else asdict(earlier)
     if earlier is None and named:
@@ -224,14 +231,14 @@ def _new(prefix: Prefix, older: Replaceable, earlier: Claim | None, work: Work, 
 
 
 def release(prefix: Prefix, claim: Claim) -> None:
-    """Let others take over, if the claim is still of this work."""
+    """Let other work take over, if the claim is still of this work."""
     found, version = read_claim(prefix)
     if found is not None and found.is_of(claim):
         prefix.put(CLAIM, replace(found, is_released=True).dump(), replaced=version)
 
 
 _NUM_REQUESTS = 16
-"""Small requests at the same time."""
+"""Number of small requests at the same time."""
 
 Item = TypeVar("Item")
 Result = TypeVar("Result")
@@ -239,15 +246,16 @@ Result = TypeVar("Result")
 
 @dataclass(frozen=True, slots=True)
 class Sent:
-    """A file that was sent: what identifies its object as ours, or as equal to ours."""
+    """A sent file: the data that identifies its object as this file or an equal one."""
 
     nbytes: int
     version: str
-    """The object's version when it was written; empty if the store did not tell."""
+    """Version of the object when it was written; empty if the store did not report it."""
     digest: str
-    """Digest of its first bytes."""
+    """Digest of the first `digest_nbytes` bytes."""
     digest_nbytes: int
-    """All of a small file; the header of a weight file, which has the digest of all else."""
+    """Bytes that the digest covers: all of a small file; the header of a weight file, which contains a digest of the
+    rest."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -257,39 +265,40 @@ class Prefix:
     client: WritableClient
     prefix: str
     store: Store
-    """The store of the output."""
+    """The store below the prefix, for checks and messages."""
 
     def __str__(self) -> str:
         return f"{self.client.root}/{self.prefix}"
 
     def full(self, name: str) -> str:
-        """The object's name of a file."""
+        """Return the object name of a file."""
         return f"{self.prefix}/{name}"
 
     def location(self, name: str) -> str:
-        """A file in messages."""
+        """Return the URL of a file for messages."""
         return f"{self}/{name}"
 
     def objects(self) -> dict[str, str]:
-        """The versions of all objects below the prefix, including hidden ones."""
+        """Return the versions of all objects below the prefix by name, including hidden ones."""
         listed = limited(self.client.list_objects(self.prefix), str(self))
         return {full.removeprefix(f"{self.prefix}/"): version for full, version in listed}
 
     def load(self, name: str, limit: int) -> tuple[bytes, Version] | None:
-        """A small object and its version; None if it does not exist. FormatError: it is larger than `limit` bytes."""
+        """Return a small object and its version, or None. FormatError: it is larger than `limit` bytes."""
         body = if_there(lambda: self.client.get(self.full(name), 0, None, None))
         return None if body is None else (body.content(limit), body.replaces)
 
     def put(self, name: str, content: bytes, *, replaced: Version | Literal[True] | None = None) -> Version:
-        """Write a small object where there is none, or replace this version of it; True: whatever is there.
+        """Write a small object and return its version; create it, replace one version, or (True) replace any object.
 
-        The answer to a first request may have been lost: what is there with this content is ours, or equal to ours.
+        The answer to a first attempt may have been lost. So an existing object with this content counts as written:
+        this process wrote it, or an equal one.
         """
         try:
             return self.client.put(self.full(name), content, replaced)
         except (FileExistsError, RequestError):
             loaded = None
-            with suppress(FormatError):  # It is larger.
+            with suppress(FormatError):  # The object is larger.
                 loaded = self.load(name, len(content))
             if loaded is None or loaded[0] != content:
                 raise
@@ -303,7 +312,7 @@ class Prefix:
         self.put(name, content, replaced=None if loaded is None else loaded[1])
 
     def proves(self, name: str, sent: Sent) -> bool:
-        """Whether a file's object exists, and has the length and the first bytes that were sent."""
+        """Return True if a file's object exists, with the length and first bytes that were sent."""
         stat = self.client.stat(self.full(name))
         if stat is None or stat.nbytes != sent.nbytes:
             return False
@@ -313,25 +322,29 @@ class Prefix:
         return digest_hex(start) == sent.digest
 
     def delete(self, names: Iterable[str]) -> None:
-        """Delete objects; names without an object are no error."""
+        """Delete objects. Names without an object are not an error."""
         full = [self.full(name) for name in names]
         if full:
             self.client.delete(full)
 
 
 def is_version(known: str, listed: str | None) -> bool:
-    """Whether a version is that of a listing: some answers have the quotes of an ETag, and others lack them."""
+    """Return True if a listed version equals a known one. Some answers quote the ETag, and others do not."""
     return listed is not None and known != "" and bare(known) == bare(listed)
 
 
 def bare(version: str) -> str:
-    """A version without quotes, and without the mark of a weak one."""
+    """Return a version without quotes, and without the prefix of a weak ETag."""
     return version.removeprefix("W/").strip('"')
 
 
 def in_parallel(
     call: Callable[[Item], Result], items: Iterable[Item], num_requests: int = _NUM_REQUESTS
 ) -> list[Result]:
-    """The results of a call for each item. If one fails, those that have begun end first: what they create is known."""
+    """Return the results of a call for each item.
+
+    If one call fails, the calls that have begun end before the error is raised, so that the caller can find what they
+    created.
+    """
     with ThreadPoolExecutor(num_requests) as pool:
         return list(pool.map(call, items))

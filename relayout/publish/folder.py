@@ -1,13 +1,14 @@
-"""Outputs are absent or complete: they are written to a folder beside OUT, which is renamed to OUT at the end.
+"""Outputs are absent or complete: they are written to a staging folder next to OUT, which is renamed to OUT at the end.
 
-The folder beside OUT, `.OUT.relayout-partial`, is readable by this user only and held open from start to end. Other
-users may create, rename and link files beside OUT, for example in /tmp. Files and folders of other users there are
-refused, and never opened, deleted or reused.
+The staging folder, `.OUT.relayout-partial`, is readable by this user only and held open from start to end. Other users
+may create, rename and link files next to OUT, for example in /tmp. Files and folders of other users there are refused,
+and never opened, deleted or reused.
 
-It has a subfolder for each work that was begun there, named after the fingerprint of the work: in that are the
-assembled output, and the records of its finished parts. Several processes, also of several machines, may make parts of
-one output on a shared file system, each in a private folder there. When all files of a part are on the drive, they are
-renamed to the assembled output, and its record is written last. So files of a lost process never count as a part.
+The staging folder has a subfolder for each work that was begun there, named after the work's fingerprint. It contains
+the assembled output, and the records of its finished parts. Several processes, also on several machines, may write
+parts of one output on a shared file system, each in a private folder there. When all files of a part are on the drive,
+they are renamed to the assembled output, and its record is written last. So files of a lost process never count as a
+part.
 """
 
 from __future__ import annotations
@@ -56,11 +57,12 @@ from relayout.storage.stores import Store
 _WORK = "work-"
 _LIVE = "live-"
 REPLACED = "replaced"
-"""The record of an output that is being replaced."""
+"""Name of the record of an output that is being replaced."""
 _DONE = "done"
-"""The complete folder just before it becomes the output; after an exchange, the replaced folder, to be deleted."""
+"""Name of the complete folder just before it becomes the output. After an exchange, it is the replaced folder, to be
+deleted."""
 _OURS = re.compile(r"done|replaced|occupied|work-.+|\..+\.partial", re.DOTALL)
-"""Names in a staging folder: those above, and small files that are being written."""
+"""Matches names in a staging folder: those above, and small files that are being written."""
 _CANNOT_REPLACE = {
     errno.EBUSY: "is a mount point, which cannot be replaced; choose a folder in it",
     errno.EXDEV: "is in a lower layer of an overlay file system and cannot be replaced; choose another folder",
@@ -69,7 +71,7 @@ _CANNOT_REPLACE = {
 
 @dataclass(frozen=True, slots=True)
 class FolderPublisher:
-    """Publishes a folder; see `publishers.StorePublisher`."""
+    """The publisher for a folder; see `publishers.StorePublisher`."""
 
     output: Path
 
@@ -98,9 +100,9 @@ class FolderPublisher:
 
 
 def replaceable(older: Replaceable, force: bool, folder: Path) -> frozenset[str]:
-    """What may be deleted of an output; see `Replaceable.check`."""
+    """Return the names of an output's files that may be deleted; see `Replaceable.check`."""
     there = {path.name for path in folder.iterdir()} if folder.is_dir() else set()
-    if force and older.marker in there:  # Else it is refused at once, however large it is.
+    if force and older.marker in there:  # Otherwise the output is refused at once, without listing a large folder.
         names = {name: entry.is_dir(follow_symlinks=False) for name, entry in entries(folder, hidden=True)}
         above = {name.rpartition("/")[0] for name in names}
         there = {name for name, is_folder in names.items() if not is_folder or name not in above}
@@ -108,7 +110,7 @@ def replaceable(older: Replaceable, force: bool, folder: Path) -> frozenset[str]
 
 
 def check_place(source: Path | None, output: Path) -> None:
-    """Check that an output can be at this path. Changes nothing.
+    """Check that an output can be written at this path. Changes nothing.
 
     Args:
         source: the source's path; None if it is not on a file system.
@@ -136,12 +138,12 @@ def check_place(source: Path | None, output: Path) -> None:
 def _holds_working_folder(folder: Path) -> bool:
     try:
         return Path.cwd().is_relative_to(folder)
-    except FileNotFoundError:  # Deleted.
+    except FileNotFoundError:  # The working directory was deleted.
         return False
 
 
 def remove_leftovers(output: Path) -> None:
-    """Delete what a process of this user left beside an output if it was killed after its last rename."""
+    """Delete the remains next to an output of a process of this user that was killed after its last rename."""
     output = output.resolve()
     if not output.name or not any(os.path.lexists(name_of(output)) for name_of in (partial_folder, lock_of)):
         return
@@ -161,15 +163,15 @@ def staging_folder(
     *,
     gathers: bool = False,
 ) -> Iterator[LocalOutput]:
-    """Yield a staging folder beside `output`, which becomes `output` when the block ends.
+    """Yield a staging folder next to `output`, which becomes `output` when the block ends.
 
-    It has the finished parts of earlier attempts at the same work. If the block fails, it is deleted, unless there are
-    parts of resumable work. An existing `output` must be empty or, with `replaced`, an older output.
+    It contains the finished parts of earlier attempts at the same work. If the block fails, it is deleted, unless it
+    contains parts of resumable work. An existing `output` must be empty or, with `replaced`, an older output.
 
     Args:
-        replaced: returns the files of an older output that may be deleted, or raises PlanError. With it, what was left
-            of other work is deleted.
-        gathers: whether other processes make all parts.
+        replaced: returns the files of an older output that may be deleted, or raises PlanError. If given, the remains
+            of other work are deleted, too.
+        gathers: True if other processes write all parts.
     """
     output = output.resolve()
     with _locked_parent(output) as (parent, user):
@@ -203,14 +205,14 @@ def staging_folder(
 
 
 def _others_of(place: OpenFolder, work: Work, *, force: bool, gathers: bool) -> list[str]:
-    """The folders of other work in a staging folder, whose lock is held."""
+    """Return the folders of other work in a staging folder, which this process has locked."""
     own, works = folder_of(work), _works(place)
     if gathers and work.is_resumable and (own not in works or place.status(f"{own}/{FOLDER}") is None):
         with suppress(OSError):
-            place.path.rmdir()  # Only if it is empty.
+            place.path.rmdir()  # Only removes an empty folder.
         raise PlanError("no unit of this conversion is done", path=place.path, code="missing")
     if gathers and work.is_resumable:
-        return []  # They may be under way. When the output is published, they are of no use.
+        return []  # Other work may be running. Once the output is published, its folders are useless.
     others = [name for name in works if name != own]
     if not force and any(_has_parts(place, name) for name in others):
         what = "holds an interrupted attempt, with other options or of another source; --force discards it"
@@ -219,35 +221,36 @@ def _others_of(place: OpenFolder, work: Work, *, force: bool, gathers: bool) -> 
 
 
 def folder_of(work: Work) -> str:
-    """The folder, in that beside an output, in which it is assembled.
+    """Return the name of the work's subfolder in the staging folder.
 
-    Whoever has the output's lock knows that what is left there of work that is not resumable is of no use.
+    If the work is not resumable, its remains are useless, and the holder of the output's lock may delete them.
     """
     return f"{_WORK}{'' if work.is_resumable else _LIVE}{work.fingerprint}"
 
 
 def _works(place: OpenFolder) -> list[str]:
-    """The folders in which an output is, or was, assembled."""
+    """Return the names of the subfolders of all works."""
     return [name for name in place.names() if name.startswith(_WORK)]
 
 
 def _is_assembled(place: OpenFolder, work: str) -> bool:
-    """Whether files of an output are there, or another process makes some."""
+    """Return True if files of an output exist there, or another process is writing some."""
     with place.subfolder(work) as folder:
         return any(name == FOLDER or name.startswith(ATTEMPT) for name in folder.names())
 
 
 def _has_parts(place: OpenFolder, work: str) -> bool:
-    """Whether there is what an attempt would go on from."""
+    """Return True if an attempt could resume from parts."""
     with place.subfolder(work) as folder:
         return not work.startswith(_WORK + _LIVE) and has_parts(folder)
 
 
 def remove_output(output: Path, older: Replaceable) -> None:
-    """Delete an output and what is left of one, see `StorePublisher.remove`.
+    """Delete an output and the remains of an unfinished one, see `StorePublisher.remove`.
 
-    The proof is that of a replacement: its records name its files, which are noted with the inode of their folder
-    before that is moved to the folder beside it, and deleted there. What a link at its path leads to is another output.
+    As for a replacement, only files in the output's records are deleted. Their names and the inode of the output's
+    folder are recorded before that folder is moved to the staging folder, where it is deleted. A link at the output's
+    path is refused: its target is another output.
     """
     check_place(None, output)
     output = output.parent.resolve() / output.name
@@ -274,11 +277,12 @@ def remove_output(output: Path, older: Replaceable) -> None:
 def replace_file(path: Path, expected: bytes | None, content: bytes) -> None:
     """Replace a small file if its content is the expected one, see `StorePublisher.replace`.
 
-    Whoever holds the lock file replaces it. If somebody deletes that, two may hold a lock: so the file itself is
-    locked, too, which no two processes hold, as its name is looked at after that.
+    The holder of the lock file replaces the file. If the lock file is deleted, two processes may each hold a lock. So
+    the file itself is locked, too: only one process can hold that lock, because the name is checked after locking.
 
-    What is written beside it has one name, with relayout's mark. A killed process leaves that: only the name is
-    removed, and the file made anew, so that what else has the name, by a hard link, is unchanged.
+    The new content is written next to the file under a fixed name with relayout's mark. A killed process leaves that
+    file. Its name is then removed and the file created anew, so that another file that shares it by a hard link is
+    unchanged.
     """
     lock, new = (path.with_name(f".{path.name}.relayout-{what}") for what in ("lock", "new"))
     with ExitStack() as held:
@@ -313,12 +317,12 @@ def _locked_parent(output: Path) -> Iterator[tuple[OpenFolder, int]]:
 
 
 def lock_of(output: Path) -> Path:
-    """Path of the lock of an output."""
+    """Return the path of the lock of an output."""
     return output.with_name(f".{output.name}.relayout-lock")
 
 
 def open_left(parent: OpenFolder, output: Path, user: int) -> OpenFolder | None:
-    """Open the staging folder of an earlier attempt and make it private; None if there is none."""
+    """Open the staging folder of an earlier attempt and make it private; None if it does not exist."""
     path = partial_folder(output)
     status = parent.status(path.name)
     if status is None:
@@ -359,7 +363,7 @@ def _make_new(parent: OpenFolder, output: Path, user: int) -> OpenFolder:
 
 
 def _remove(parent: OpenFolder, place: OpenFolder, output: Path) -> None:
-    """Delete the staging folder, but nothing that has replaced it at its path, and no foreign files."""
+    """Delete the staging folder, except foreign files and anything that has replaced it at its path."""
     with suppress(OSError, PlanError):
         _delete_replaced(parent, place, output)
         _check_ours(place)
@@ -386,10 +390,10 @@ def _undo_rename(
 
 
 def _check_replaceable(place: OpenFolder, parent: OpenFolder, output: Path) -> None:
-    """Check before any work whether an existing output can be renamed.
+    """Check before any work that an existing output can be renamed.
 
     rename(2) onto a folder that is not empty always fails, but reports other obstacles first: the kernel checks mount
-    points and permissions before, and overlayfs its layers.
+    points and permissions before, and overlayfs checks its layers.
     """
     if parent.status(output.name) is None:
         return
@@ -407,7 +411,7 @@ def _check_replaceable(place: OpenFolder, parent: OpenFolder, output: Path) -> N
 
 
 def _harmless_errors(output: Path) -> set[int]:
-    """Errors of the trial rename that do not prevent the replacement."""
+    """Return the errors of the trial rename that do not prevent the replacement."""
     is_empty = not any(output.iterdir())
     is_read_only = not os.access(output, os.W_OK)
     return (
@@ -424,7 +428,7 @@ def _publish(
     if replaced:
         _replace(staging.place, parent, place, output, replaced)
     else:
-        # Fails if a folder with files in it was created there meanwhile.
+        # Fails if a folder with files was created there meanwhile.
         rename(staging.place, FOLDER, parent, output.name)
     # The output is complete now, even if deleting the older one fails.
     with suppress(OSError):
@@ -441,7 +445,7 @@ def _replace(
             # A folder without write permission cannot be moved to another parent.
             os.fchmod(older.fd, stat.S_IMODE(os.fstat(older.fd).st_mode) | stat.S_IWUSR)
     place.write(REPLACED, json.dumps(asdict(record)).encode(), 0o600)
-    # Rename it first, so that a later attempt does not mistake the older folder for one to resume.
+    # Rename it first, so that a later attempt does not take the older folder for one to resume.
     rename(assembly, FOLDER, place, _DONE)
     try:
         if not exchange(place, _DONE, parent, output.name):
@@ -453,7 +457,7 @@ def _replace(
 
 
 def _replace_in_two_steps(place: OpenFolder, parent: OpenFolder, output: Path) -> None:
-    """Replace by two renames if the system cannot exchange names. Between them, no output exists."""
+    """Replace by two renames if the system cannot exchange names. Between them, the output does not exist."""
     old = older_folder(output).name
     rename(parent, output.name, parent, old)
     try:
@@ -465,18 +469,18 @@ def _replace_in_two_steps(place: OpenFolder, parent: OpenFolder, output: Path) -
 
 @dataclass(frozen=True, slots=True)
 class _Replaced:
-    """Recorded before an output is replaced: the proof by which the older one is deleted, also after a kill."""
+    """A record written before an output is replaced. It identifies the older one for deletion, also after a kill."""
 
     older: int
-    """Its inode."""
+    """Inode of the older output's folder."""
     newer: int
-    """The inode of the folder that takes its place."""
+    """Inode of the folder that replaces it."""
     files: list[str]
-    """The files that its records name."""
+    """Names of the files in the older output's records."""
 
 
 def _delete_replaced(parent: OpenFolder, place: OpenFolder, output: Path) -> None:
-    """Delete the replaced output: by its inode it is the one of the record, and only files that the record names."""
+    """Delete the replaced output if its inode is the recorded one, and in it only the recorded files."""
     text = read_own(place, REPLACED)
     if text is None:
         return
@@ -523,7 +527,8 @@ def staging_part(output: Path, marker: str, work: Work, *, replace: bool) -> Ite
             finally:
                 with suppress(OSError):
                     whole.remove(attempt)
-                # Nothing is left where nothing was added, or all was published. These fail where there is anything.
+                # Remove the folders if no part was added or the output was published. Both calls fail if a folder is
+                # not empty.
                 place = partial_folder(output).name
                 with suppress(OSError):
                     os.rmdir(f"{place}/{shared}", dir_fd=parent.fd)
@@ -536,7 +541,7 @@ def _check_not_published(output: Path, marker: str, replace: bool) -> None:
 
 
 def _assembly(parent: OpenFolder, output: Path, shared: str, attempt: str) -> OpenFolder:
-    """Where parts are assembled, with a new folder for an attempt; several processes may make it at the same time."""
+    """Open the assembly folder, with a new folder for an attempt. Several processes may create it at the same time."""
     user = user_of_new_files(parent, lock_of(output).name)
     for _ in range(_TRIES):
         with suppress(FileExistsError):

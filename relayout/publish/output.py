@@ -1,6 +1,6 @@
-"""Outputs: what is made, what may be replaced, in which order the methods of an output are called; and `LocalOutput`.
+"""Outputs: the work, what may be replaced, the protocol of an output with its order of calls; and `LocalOutput`.
 
-That one is a private folder, and is held open from start to end: files in it are opened relative to it. Files and
+`LocalOutput` is a private folder that is held open from start to end. Files in it are opened relative to it. Files and
 folders of other users there are refused, and never opened, deleted or reused.
 """
 
@@ -24,13 +24,13 @@ from relayout.storage.local.store import OutputFile
 from relayout.storage.stores import Modes, Store, WritableFile
 
 _IN_THE_WAY = {errno.EEXIST, errno.ENOTEMPTY, errno.ENOTDIR}
-"""Errors of the last rename if something else was created at the output meanwhile."""
+"""Error numbers of the last rename if another file or folder was created at the output meanwhile."""
 _NUM_SHOWN = 3
-"""Files that an error names."""
+"""Maximum number of files that an error names."""
 
 
 _PARTIAL = re.compile(r"\.(.+)\.relayout-partial", re.DOTALL)
-"""The name that `partial_folder` makes."""
+"""Matches names that `partial_folder` returns."""
 
 
 def partial_folder(path: Path) -> Path:
@@ -44,7 +44,7 @@ def older_folder(path: Path) -> Path:
 
 
 def left_of(path: Path) -> str:
-    """Return the end of a message about an output that does not exist: what an attempt to make it left next to it."""
+    """Return the end of a message about a missing output: the remains of an attempt to write it, next to it."""
     old, partial = older_folder(path), partial_folder(path)
     if old.is_dir():
         return f"; an interrupted replacement left the older folder at {old}: rename it back"
@@ -53,7 +53,7 @@ def left_of(path: Path) -> str:
 
 
 def refuse_unfinished(store: Store) -> None:
-    """Raise PlanError for a folder in which an output is assembled, or that is in one: no checkpoint yet."""
+    """Raise PlanError for a folder in which an output is assembled, or a folder inside it: not a checkpoint yet."""
     path = store.path("")
     above = () if path is None else (path.absolute(), *path.absolute().parents)[:3]
     for folder in above:
@@ -67,27 +67,27 @@ def refuse_unfinished(store: Store) -> None:
 
 @dataclass(frozen=True, slots=True)
 class Replaceable:
-    """What `force` may replace, and by what proof: an output that its own records describe, and nothing beside it."""
+    """An output that `force` may replace: only one that its own records describe, without other files."""
 
     marker: str
-    """The file that every such output has, which is written last."""
+    """Name of the file that is written last; every such output has it."""
     describe: Callable[[Store], str]
-    """What an output is, by its records. A FormatError: they are damaged, or foreign."""
+    """Returns a description of an output from its records. FormatError: they are damaged, or not relayout's."""
     names: Callable[[Store], frozenset[str]]
-    """Names of all files that an output's records name, the records too. A FormatError as of `describe`."""
+    """Returns the names of all files in an output's records, including the records. FormatError: as for `describe`."""
 
     def check(self, store: Store, there: Collection[str], *, force: bool) -> frozenset[str]:
         """Check that an output may be written to `store`. Changes nothing.
 
         Args:
-            there: names of all that exists, including hidden names and empty folders.
-            force: whether an older output may be replaced.
+            there: names of all existing files and empty folders, including hidden names.
+            force: True if an older output may be replaced.
 
         Returns:
-            What may be deleted then: the files that the older output's records name. Nothing else is ever deleted.
+            Names of the files that may be deleted: those in the older output's records. No other file is ever deleted.
 
         Raises:
-            PlanError: something is there that may not be deleted.
+            PlanError: a file or folder exists that may not be deleted.
         """
         if not there:
             return frozenset()
@@ -112,15 +112,15 @@ class Replaceable:
 
 
 def first_of(names: Collection[str]) -> str:
-    """The first names, for a message."""
+    """Return the first names as text for a message."""
     first = ", ".join(map(shown, sorted(names)[:_NUM_SHOWN]))
     return f"{first} ..." if len(names) > _NUM_SHOWN else first
 
 
 def kept_note(location: str, error: BaseException) -> str:
-    """The note on the error of an attempt whose files are kept: what resumes it, and what must be done before."""
+    """Return the note for the error of an attempt with kept files: how to resume it, and what to repair before."""
     kept = f"finished work is kept in {location}"
-    if isinstance(error, FormatError):  # Of another source, or one that has changed, nothing is resumed.
+    if isinstance(error, FormatError):  # The source is damaged, changed, or another one: no attempt resumes with it.
         return f"{kept}; once that is repaired, the same command resumes it, or says why it cannot"
     if isinstance(error, PlanError) or (isinstance(error, OSError) and error.errno in _IN_THE_WAY):
         return f"{kept}; once nothing is in the way of the output, the same command resumes it"
@@ -129,26 +129,26 @@ def kept_note(location: str, error: BaseException) -> str:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Work:
-    """What an output is going to be. Who makes the same goes on with what others, or an earlier attempt, finished."""
+    """Describes an output to write. Writers with equal fingerprints resume each other's work."""
 
     what: str
-    """What is made, for messages, such as "a conversion of MODEL"."""
+    """Name of the work for messages, such as "a conversion of MODEL"."""
     fingerprint: str
-    """Digest of all that decides which bytes are written."""
+    """Digest of everything that determines the written bytes."""
     weights: Collection[str] = ()
-    """Names of the weight files, if they are the work's own choice, so that a mark may be added; see `marked`."""
+    """Names of the weight files, if the work chooses them, so that a mark may be added; see `marked`."""
     others: Collection[str] = ()
     """Names of all other files."""
     modes: Modes = field(default_factory=Modes)
     is_resumable: bool = True
-    """Whether finished parts are kept if the work fails. Else nothing is left, and several processes add parts only
-    while the one that publishes has begun the output."""
+    """True if finished parts are kept when the work fails. Otherwise no file is kept, and other processes add parts
+    only after the publishing process has begun the output."""
     scratch: str | Path | None = None
-    """The folder for files on their way to a bucket; None: the system's folder of temporary files."""
+    """Folder for files to be uploaded to a bucket. None: the system's folder of temporary files."""
 
 
 def marked(name: str, mark: str) -> str:
-    """The name of a weight file that has a mark: before its extension."""
+    """Return the name of a weight file with a mark before its extension."""
     if not mark:
         return name
     stem, dot, extension = name.rpartition(".")
@@ -156,37 +156,37 @@ def marked(name: str, mark: str) -> str:
 
 
 class Output(Protocol):
-    """An output that is being made. Readers do not see it, or do not take it for complete, before the end.
+    """An unfinished output. Until the end, readers do not see it, or do not take it for complete.
 
-    The order of calls, of one process that makes an output (`begin`):
+    The order of calls, in one process that writes an output (`begin`):
 
-    1. `kept(part)` for each part: what is returned is finished, and not made again.
-    2. For each other part: `check_space`; `write` opens each of its large files any number of times, `head` completes
-       each with its first bytes, which depend on all others; then `keep(part, notes)`.
+    1. `kept(part)` for each part: a part with notes is finished, and is not written again.
+    2. For each other part: `check_space`; `write` opens each of its large files any number of times; `head` completes
+       each one with its first bytes, which depend on all other bytes; then `keep(part, notes)`.
     3. `put` for small files, in any order.
-    4. The end of the `with` block publishes: all becomes visible at once, or the marker is written last. If the block
-       fails, what was kept stays for the next attempt, or nothing does (`Work.is_resumable`).
+    4. The end of the `with` block publishes: all files become visible at once, or the marker is written last. If the
+       block fails, finished parts are kept for the next attempt, or no file is (`Work.is_resumable`).
 
-    Several processes make the parts (`begin_part`: 1 and 2, each for its own), and one publishes (`begin` with
-    `gathers`: 1, 3 and 4). Parts may be made twice, also at the same time: the files are the same.
+    Several processes may write the parts (`begin_part`: steps 1 and 2, each for its own parts), and one publishes
+    (`begin` with `gathers`: steps 1, 3 and 4). Parts may be written twice, also at the same time: the files are equal.
 
-    Methods raise OSError if a request or a system call fails, and FormatError if what is here under a given name is not
-    a regular file of this user.
+    Methods raise OSError if a request or a system call fails. They raise FormatError if a given name exists here but is
+    not a regular file of this user.
     """
 
     @property
     def mark(self) -> str:
-        """What the names of weight files carry; see `marked`. Usually empty."""
+        """The mark in the names of weight files, see `marked`. Usually empty."""
 
     def check_space(self, nbytes: int, part_nbytes: int | None = None) -> None:
-        """Check that there is space for `nbytes` in all, of which a part has `part_nbytes`; None: there is one part.
+        """Check that the output has space: `nbytes` in all, and `part_nbytes` for each part; None: one part.
 
         Raises:
-            PlanError: there is less space.
+            PlanError: the drive has less space.
         """
 
     def write(self, name: str, nbytes: int) -> WritableFile:
-        """Open a file of known length for writing. If it is not here yet, create it and allocate its space.
+        """Open a file of known length for writing. If it does not exist yet, create it and allocate its space.
 
         Raises:
             OSError: there is not enough space.
@@ -199,25 +199,25 @@ class Output(Protocol):
         """Write a new file whole.
 
         Args:
-            mode: the file's permissions before the umask; None: those of all other files.
+            mode: the file's permissions before the umask. None: the permissions of all other files.
         """
 
     def kept(self, part: str) -> bytes | None:
-        """The notes of a part that is finished, with all of its files; None if it is not."""
+        """Return the notes of a finished part with all of its files; None if the part is not finished."""
 
     def keep(self, part: str, notes: bytes) -> None:
-        """A part is finished: its files are those that were completed since the last call."""
+        """Mark a part as finished. Its files are all files that were completed since the last call."""
 
 
 FOLDER = "output"
-"""The folder of the files, in the folder in which they are assembled."""
+"""Name of the folder with the files of the output, in the folder where it is assembled."""
 RECORD = "part-"
-"""Begins the name of a record of a finished part, beside that folder."""
+"""Prefix of the records of finished parts, next to that folder."""
 ATTEMPT = "attempt-"
-"""Begins the name of the folder of a process that makes parts, beside that folder."""
+"""Prefix of the folders of processes that write parts, next to that folder."""
 _TO_CREATE = os.O_RDWR | os.O_CREAT
 _HEAD_NBYTES = 2**16
-"""How many of a file's first bytes have a digest in the record of its part."""
+"""Number of a file's first bytes that the digest in its part's record covers."""
 
 
 def check_space(folder: Path, output: Path, nbytes: int, advice: str = "") -> None:
@@ -233,11 +233,11 @@ def check_space(folder: Path, output: Path, nbytes: int, advice: str = "") -> No
 class LocalOutput:
     """A private folder in which an output is assembled; see `Output`.
 
-    A part is finished when its record is here, which is written after its files are on the drive. The record has the
-    state of each file: its length, when it was last written to, and a digest of its first bytes.
+    A part is finished when its record exists, which is written after its files are on the drive. The record contains
+    the state of each file: length, modification time, and a digest of its first bytes.
 
-    Who makes the parts again if they have changed wants the same time, too: a file that was written to since is no
-    longer that of the part. Who only gathers parts of other processes, or publishes, does without it: some network file
+    A process that can rewrite changed parts also compares the modification time, so it rejects a file that was written
+    to since. A process that only gathers parts of other processes, or publishes, does not compare it: some network file
     systems change the time of a file after it was closed.
     """
 
@@ -255,9 +255,9 @@ class LocalOutput:
         """Write files below `place`, a private folder of this user.
 
         Args:
-            whole: the folder to which the files of finished parts are moved, and that has their records. Default:
-                `place`, in which every file that no record names is deleted.
-            gathers: whether other processes make all parts.
+            whole: the folder that receives the files of finished parts and their records. Default: `place`; every file
+                in it without a record is deleted.
+            gathers: True if other processes write all parts.
         """
         self._wants_times = not gathers
         self._output = output
@@ -266,11 +266,11 @@ class LocalOutput:
         self.modes = _apply_umask(place, modes)
         """Permissions after the umask, also applied to files that were created under another umask."""
         self.folder = self._open_folder()
-        """The files. That of the assembled output becomes the output."""
+        """The folder of the files. In the assembled output, this folder becomes the output."""
         self._written: set[str] = set()
         """Files that were opened for writing."""
         self._complete: list[str] = []
-        """Files that are complete, of no part yet."""
+        """Complete files that do not belong to a part yet."""
         if whole is None:
             try:
                 self._sweep()
@@ -292,7 +292,7 @@ class LocalOutput:
         return folder
 
     def _sweep(self) -> None:
-        """Delete the records that are no longer true, and the files of parts that are not finished."""
+        """Delete outdated records, and the files of parts that are not finished."""
         named: set[str] = set()
         for name in self.place.names():
             if name.startswith(RECORD):
@@ -319,7 +319,7 @@ class LocalOutput:
         return file
 
     def _is_new(self, name: str) -> bool:
-        """Whether a file is to be created. One that was written and is gone is not: its bytes would be zeros."""
+        """Return True if a file must be created; False for one that was written and is gone: its bytes would be zeros."""
         return name not in self._written and self.folder.status(name) is None
 
     def head(self, name: str, head: bytes, nbytes: int) -> None:
@@ -352,7 +352,7 @@ class LocalOutput:
         return None if record is None else record.notes
 
     def _read_record(self, name: str) -> Record | None:
-        """The record of a part; None if there is none, or its files are not as they were."""
+        """Return the record of a part; None if it does not exist, or if the part's files have changed."""
         record = Record.read(self._whole, name)
         if record is None:
             return None
@@ -362,16 +362,16 @@ class LocalOutput:
             for file in record.files:
                 fd = folder.open_own(file, os.O_RDONLY)
                 try:
-                    restrict(fd, self.modes.file)  # It may have been created under another umask.
+                    restrict(fd, self.modes.file)  # The file may have been created under another umask.
                 finally:
                     os.close(fd)
         return record
 
     def check_parts(self) -> None:
-        """Check before the output is published that the files of all parts are as they were written.
+        """Check before publishing that the files of all parts are unchanged.
 
         Raises:
-            FormatError: one was deleted, or written to.
+            FormatError: a file was deleted, or written to.
         """
         for name in self.place.names():
             record = Record.read(self.place, name) if name.startswith(RECORD) else None
@@ -380,7 +380,7 @@ class LocalOutput:
                 raise FormatError(what, path=self.folder.path / changed[0], code="mismatch")
 
     def keep(self, part: str, notes: bytes) -> None:
-        """Add the files, and then the record of the part. This fails if the output was published meanwhile."""
+        """Add the files, and then the record of the part. Fails if the output was published meanwhile."""
         names, self._complete = self._complete, []
         with subfolder(self._whole, FOLDER, self.modes.folder) as folder:
             if self._whole is not self.place:
@@ -399,7 +399,7 @@ class LocalOutput:
 
 
 def subfolder(place: OpenFolder, name: str, mode: int = stat.S_IRWXU) -> OpenFolder:
-    """A subfolder, which is made if it is missing; several processes may do so at the same time."""
+    """Create a subfolder if it is missing, and open it. Several processes may do so at the same time."""
     with suppress(FileExistsError):
         place.make(name, mode)
     return place.subfolder(name)
@@ -407,17 +407,17 @@ def subfolder(place: OpenFolder, name: str, mode: int = stat.S_IRWXU) -> OpenFol
 
 @dataclass(frozen=True, slots=True)
 class FileState:
-    """What tells a file of a part from another one at its place."""
+    """Distinguishes a file of a part from another file with its name."""
 
     nbytes: int
     changed_ns: int
-    """When it was last written to, in nanoseconds."""
+    """Modification time in nanoseconds."""
     digest: str
     """Digest of its first bytes, which are written last."""
 
     @staticmethod
     def of(folder: OpenFolder, name: str) -> FileState | None:
-        """The state of a regular file of the folder's owner, with a single name; None: there is none."""
+        """Return the state of a regular file of the folder's owner with a single hard link, or None."""
         try:
             fd = folder.open_own(name, os.O_RDONLY)
         except (FileNotFoundError, FormatError):
@@ -435,7 +435,7 @@ class Record:
     notes: bytes
 
     def changed_in(self, folder: OpenFolder, *, with_times: bool) -> list[str]:
-        """The files that are not as they were; `with_times`, also those that were only written to."""
+        """Return the names of files with another state; `with_times` also compares modification times."""
         changed = []
         for name, state in self.files.items():
             found = FileState.of(folder, name)
@@ -446,19 +446,19 @@ class Record:
         return changed
 
     def dump(self) -> bytes:
-        """Its content."""
+        """Return the record's content."""
         files = {name: astuple(state) for name, state in self.files.items()}
         return json.dumps({"files": files, "notes": self.notes.decode("latin-1")}).encode()
 
     @staticmethod
     def read(place: OpenFolder, name: str) -> Record | None:
-        """The record in a file of this user; None if there is none."""
+        """Return the record in a file of this user; None if no valid one exists."""
         content = read_own(place, name)
         return None if content is None else Record.parse(content)
 
     @staticmethod
     def parse(content: bytes) -> Record | None:
-        """The inverse of `dump`; None if this is no record."""
+        """Return the record from its content; None if the content is not a record."""
         try:
             value = json.loads(content)
             files = {
@@ -471,7 +471,7 @@ class Record:
 
 
 def read_own(folder: OpenFolder, name: str) -> bytes | None:
-    """The content of a file of this user; None if there is none."""
+    """Return the content of a file of this user; None if no such file exists."""
     try:
         fd = folder.open_own(name, os.O_RDONLY)
     except (FileNotFoundError, FormatError):
@@ -481,7 +481,7 @@ def read_own(folder: OpenFolder, name: str) -> bytes | None:
 
 
 def has_parts(place: OpenFolder) -> bool:
-    """Whether there are finished parts, or others are making some."""
+    """Return True if finished parts exist, or if other processes are writing parts."""
     return any(name.startswith((RECORD, ATTEMPT)) for name in place.names())
 
 

@@ -15,13 +15,13 @@ from relayout.storage.stores import Store
 
 
 class StorePublisher(Protocol):
-    """Publishes in one place: a folder, or a prefix of a bucket."""
+    """Publishes at one location: a folder, or a prefix of a bucket."""
 
     def check(self, source: Store, older: Replaceable, *, force: bool) -> None:
-        """Check that an output would not destroy other files; delete what a killed process of this user left here.
+        """Check that an output would not destroy other files; delete remains of killed processes of this user.
 
         Args:
-            older: what `force` replaces.
+            older: the output that `force` replaces.
 
         Raises:
             PlanError: the output is the source, contains it or is inside it; is not empty; or cannot be written.
@@ -33,45 +33,45 @@ class StorePublisher(Protocol):
         """Begin an output, which is published when the block ends.
 
         Args:
-            older: what `force` replaces. Only files that the records of the older output name are deleted.
-            gathers: whether all parts are made by other processes, or by other blocks of this one (`begin_part`).
+            older: the output that `force` replaces. Only files in its records are deleted.
+            gathers: True if all parts are written by other processes, or by other blocks of this one (`begin_part`).
 
         Raises:
-            PlanError: other work is under way or kept here, or the existing output cannot be replaced.
-            OSError: something else has been created here meanwhile.
+            PlanError: other work is running or kept here, or the existing output cannot be replaced.
+            OSError: another file or folder was created here meanwhile.
         """
 
     def begin_part(self, older: Replaceable, work: Work, *, force: bool) -> AbstractContextManager[Output]:
-        """Begin parts of an output that several processes make, to be published by `begin`. Errors as for that."""
+        """Begin parts of an output that several processes write, to be published by `begin`. Raises its errors."""
 
     def replace(self, name: str, expected: bytes | None, content: bytes) -> None:
-        """Replace a small file by another, if its content is the expected one; None: if there is none.
+        """Replace a small file if its content is `expected`; None: create it if it does not exist.
 
-        One of several processes that replace the same content succeeds. In a folder they take turns by a lock file,
-        which every machine must honor; in a bucket, the request has the object's version as its condition.
+        If several processes replace the same content, one succeeds. In a folder they take turns by a lock file, which
+        every machine must honor. In a bucket, the request is a compare-and-swap on the object's version.
 
         Raises:
-            FileExistsError: the content is another one.
+            FileExistsError: the file has other content.
         """
 
     def add(self, name: str, content: bytes) -> None:
-        """Write a small file beside what is published, in place of an older one."""
+        """Write a small file next to the files of a published output, replacing an older one."""
 
     def remove(self, older: Replaceable) -> None:
-        """Delete an output, and what a killed process has left of one. If it is killed, the same call goes on.
+        """Delete an output, or the remains of a killed process. If this call is killed, the same call resumes it.
 
-        Only files are deleted that the output's own records name, or of which relayout's own notes say that they are
-        parts of one that was not finished.
+        Only files are deleted that are in the output's own records, or that relayout's own notes list as parts of an
+        unfinished output.
 
         Raises:
-            PlanError: there are other files, or a link, a mount point or the working directory, which stay; or another
-                process is writing there.
+            PlanError: the output has other files, or is a link, a mount point or the working directory, which are kept;
+                or another process is writing there.
         """
 
 
 def publisher_of(store: Store) -> StorePublisher:
-    """The publisher of a store. PlanError: it can only be read, or is a whole bucket."""
-    # Imported where they are used: most outputs need one.
+    """Return the publisher of a store. PlanError: the store is read-only, or is a whole bucket."""
+    # Imported on use: most outputs need only one publisher.
     if isinstance(store, LocalStore):
         from relayout.publish.folder import FolderPublisher
 
@@ -88,7 +88,7 @@ def publisher_of(store: Store) -> StorePublisher:
 
 
 class Destination(Protocol):
-    """Where an output is published. Errors are those of `StorePublisher`."""
+    """The location where an output is published. Errors are those of `StorePublisher`."""
 
     def check(self, source: Store) -> None:
         """Check that an output would not destroy other files, see `StorePublisher.check`."""
@@ -107,7 +107,7 @@ class StoreDestination:
     store: Store
     older: Replaceable
     force: bool = False
-    """Whether an older output there is replaced."""
+    """True if an older output there is replaced."""
 
     def check(self, source: Store) -> None:
         publisher_of(self.store).check(source, self.older, force=self.force)
@@ -116,6 +116,6 @@ class StoreDestination:
         return publisher_of(self.store).begin(self.older, work, force=self.force, gathers=gathers)
 
     def begin_part(self, work: Work) -> AbstractContextManager[Output]:
-        # Of work that is not resumable, who publishes has begun the output, and checked what is there.
+        # If the work is not resumable, the publishing process has begun the output, and checked the existing files.
         force = self.force or not work.is_resumable
         return publisher_of(self.store).begin_part(self.older, work, force=force)

@@ -1,11 +1,11 @@
 """The publisher of registries: files are made in local scratch and sent as blobs; the manifest is written last.
 
 An output is an artifact in the form of ModelPack: one raw layer for each file, with its path. A blob is named by its
-SHA-256, so one that the registry has is not sent: tags of the same files share them. What an attempt has sent and no
-manifest names is invisible, and the registry's to delete; the next attempt finds it, so nothing else is kept.
+SHA-256, and a blob that the registry has is not sent: tags with the same files share blobs. A blob without a manifest
+is invisible, and its deletion is left to the registry. The next attempt finds it, so no other state is kept.
 
-**Publishing.** One request writes the manifest under the tag, in place of the older one. Registries have no conditions
-for that: another artifact that got the tag since the beginning is refused just before.
+**Publishing.** One request writes the manifest under the tag, replacing the older one. Registries have no
+compare-and-swap. So just before, the output is refused if the tag has moved to another artifact since the beginning.
 """
 
 from __future__ import annotations
@@ -41,10 +41,10 @@ from relayout.storage.web.oci import (
 )
 
 _SMALL_NBYTES = 2**20
-"""Files up to this size are kept in memory."""
+"""Maximum bytes of a file that is kept in memory."""
 _PIECE_NBYTES = 2**20
 _NUM_BLOBS = 4
-"""Blobs that are sent at the same time."""
+"""Number of blobs that are sent at the same time."""
 
 # modelpack/model-spec, specs-go/v1/mediatype.go.
 _ARTIFACT_TYPE = "application/vnd.cncf.model.manifest.v1+json"
@@ -54,13 +54,13 @@ _KINDS = {".safetensors": "weight", ".py": "code", ".md": "doc"}
 
 @dataclass(frozen=True, slots=True)
 class RegistryPublisher:
-    """Publishes under a tag; see `publishers.StorePublisher`."""
+    """The publisher for a tag; see `publishers.StorePublisher`."""
 
     store: OciStore
 
     @staticmethod
     def of(store: OciStore) -> RegistryPublisher:
-        """The publisher of a store. PlanError: it is no tag."""
+        """Return the publisher of a store. PlanError: the store is not a tag."""
         if store.prefix or store.client.is_pinned:
             raise PlanError("an output needs a tag, as oci://REGISTRY/NAME:TAG", path=str(store), code="option")
         return RegistryPublisher(store)
@@ -72,10 +72,10 @@ class RegistryPublisher:
         self._check_vacant(older, force=force)
 
     def _check_vacant(self, older: Replaceable, *, force: bool) -> Artifact | None:
-        """The artifact that has the tag, if any.
+        """Return the artifact with the tag, or None.
 
         Raises:
-            PlanError: it may not be replaced: `force` replaces an output, by the proof of its marker, and nothing else.
+            PlanError: it may not be replaced. `force` replaces only an output of relayout, identified by its marker.
         """
         try:
             artifact = self.store.client.artifact
@@ -136,23 +136,23 @@ class RegistryOutput:
     mark = ""
 
     def __init__(self, client: OciClient, files: LocalOutput, marker: str, before: Artifact | None) -> None:
-        """`before` is the artifact that the output replaces."""
+        """Begin an output that replaces the artifact `before`; None: the tag is new."""
         self._client = client
         self._before = before
         self._scratch = files
         self._marker = marker
         self._complete: dict[str, int] = {}
-        """Lengths of files in scratch that are complete, and not being sent."""
+        """Lengths of complete files in scratch that are not being sent."""
         self._small: dict[str, bytes] = {}
         self._sent: dict[str, SentBlob] = {}
-        """Files whose blobs the registry has."""
+        """Blobs of files that the registry has, by file name."""
         self.has_sent = False
-        """Whether a blob was sent."""
+        """True if a blob was sent."""
         self._lock = threading.Lock()
         self._is_over = threading.Event()
         self._sender = ThreadPoolExecutor(_NUM_BLOBS, "relayout-push")
         self._sending: list[Future[None]] = []
-        """The files of the last part: they are sent while the next part is made."""
+        """The uploads of the last part's files, during which the next part is written."""
 
     def check_space(self, nbytes: int, part_nbytes: int | None = None) -> None:
         check_scratch(self._scratch.place.path, nbytes, part_nbytes)
@@ -176,11 +176,11 @@ class RegistryOutput:
         self._small[name] = bytes(begun)
 
     def kept(self, part: str) -> bytes | None:
-        """None: parts have no records in a registry. Files that are made again are found there, and not sent."""
+        """Return None: parts have no records in a registry. Files that are written again are found there."""
         return None
 
     def keep(self, part: str, notes: bytes) -> None:
-        """Send the files while the caller goes on. Errors are raised by a later call."""
+        """Send the files in the background. Later calls raise the errors."""
         with self._lock:
             names, self._complete = list(self._complete), {}
         self._wait()
@@ -192,12 +192,12 @@ class RegistryOutput:
             future.result()
 
     def stop(self) -> None:
-        """Send nothing more."""
+        """Stop sending."""
         self._is_over.set()
         self._sender.shutdown(wait=True, cancel_futures=True)
 
     def _send_file(self, name: str) -> None:
-        """Send a file from scratch, which is deleted then."""
+        """Send a file from scratch, and delete it there."""
         path = self._scratch.folder.path / name
         with path.open("rb") as stream:
             digest = f"sha256:{hashlib.file_digest(stream, 'sha256').hexdigest()}"
@@ -225,10 +225,10 @@ class RegistryOutput:
         return sent
 
     def publish(self) -> None:
-        """Send what is left, and write the manifest.
+        """Send the remaining files, and write the manifest.
 
         Raises:
-            PlanError: another artifact has got the tag; or the manifest would be larger than registries take.
+            PlanError: the tag has moved to another artifact; or the manifest is larger than registries accept.
         """
         self.keep("rest", b"")
         self._wait()
@@ -259,12 +259,12 @@ def _pieces_of(path: Path, start: int, end: int) -> Iterator[bytes]:
 
 
 def _in_order(files: dict[str, SentBlob], marker: str) -> list[tuple[str, SentBlob]]:
-    """The files by name, the marker last, so that a copy in this order is complete when it has that."""
+    """Return the files by name, the marker last: a copy in this order is complete once it has the marker."""
     return sorted(files.items(), key=lambda file: (file[0] == marker, file[0]))
 
 
 def _config(files: dict[str, SentBlob]) -> bytes:
-    """The configuration of a model artifact (modelpack/model-spec, docs/config.md). Equal files have an equal one."""
+    """Return the configuration of a model artifact (modelpack/model-spec, docs/config.md); equal for equal files."""
     digests = [blob.digest for _, blob in sorted(files.items())]
     top = {"descriptor": {}, "modelfs": {"type": "layers", "diffIds": digests}, "config": {"format": "safetensors"}}
     return json.dumps(top, indent=2).encode()
@@ -291,7 +291,7 @@ def _manifest(files: dict[str, SentBlob], config: SentBlob, marker: str) -> byte
 
 
 def _kind_of(name: str) -> str:
-    """The kind of a file in ModelPack's media types."""
+    """Return the kind of a file in ModelPack's media types."""
     base = name.rpartition("/")[2]
     if base.upper().startswith(("README", "LICENSE", "NOTICE")):
         return "doc"

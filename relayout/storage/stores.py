@@ -330,11 +330,11 @@ class Store(Protocol):
         """
 
     def walk(self, enter: Enter = everywhere) -> Iterator[Entry]:
-        """Yield every file and folder, recursively, in any order, except those below or with a name beginning with a
-        dot.
+        """Yield every file and folder, recursively, in any order.
 
-        A folder that `enter` does not select is listed without its content. A folder below the store's own that cannot
-        be listed, or has vanished, is an entry with a refusal.
+        Names that begin with a dot are skipped, and all below them. A folder that `enter` does not select is listed
+        without its content. A folder below the store's own that cannot be listed, or has vanished, is an entry with a
+        refusal.
 
         Raises:
             FormatError: there are more entries, or deeper ones, than the limits allow; see `limited`.

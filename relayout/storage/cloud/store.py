@@ -251,7 +251,7 @@ class CloudStore:
     def open(
         self, name: str, nbytes: int | None = None, *, access: Access = Access.BUFFERED, version: str | None = None
     ) -> ReadableFile:
-        """Open a file by one request; in a snapshot of a bucket by none if the length is given and the version is not."""
+        """Open a file by one request; in a snapshot of a bucket by none if only the length is given."""
         if access is Access.DIRECT:
             raise OSError(errno.EOPNOTSUPP, "stores have no direct I/O; use backend 'buffered'", self.location(name))
         full = self.full_name(name)

@@ -322,7 +322,7 @@ class HeldLock(Closable):
         return True
 
     def say(self, what: str) -> None:
-        """Write a note about the holder to the locked file, if `what` is not empty and the file is a plain lock file."""
+        """Write a note about the holder to the file, if `what` is not empty and the file is a plain lock file."""
         with suppress(OSError):  # The note is only informative; the drive may be full.
             if what and self.is_plain:
                 self._has_note = True

@@ -319,7 +319,7 @@ class LocalOutput:
         return file
 
     def _is_new(self, name: str) -> bool:
-        """Return True if a file must be created; False for one that was written and is gone: its bytes would be zeros."""
+        """Return True if a file must be created; False if it was written and is gone, as its bytes would be zeros."""
         return name not in self._written and self.folder.status(name) is None
 
     def head(self, name: str, head: bytes, nbytes: int) -> None:

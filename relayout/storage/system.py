@@ -268,7 +268,7 @@ def available_nbytes() -> int:
 
 
 def _left_in_cgroups() -> Iterator[int]:
-    """Yield the bytes left below each cgroup limit of this process. File pages can be dropped, so they count as left."""
+    """Yield the bytes left below each cgroup limit of this process. File pages count as left: they can be dropped."""
     with suppress(OSError):
         for line in (_PROC / "self/cgroup").read_text().splitlines():
             _, controller, path = line.split(":", 2)

@@ -42,7 +42,7 @@ PlanCode: TypeAlias = Literal[
     "invalid",
 ]
 Code: TypeAlias = FormatCode | PlanCode
-"""The kinds of errors, by the names on which programs match. They are listed here only; mypy checks each use."""
+"""The kinds of errors: names that programs can match on. They are listed here only; mypy checks each use."""
 _Code = TypeVar("_Code", FormatCode, PlanCode)
 
 FORMAT_CODES: Mapping[FormatCode, str] = {
@@ -60,7 +60,7 @@ FORMAT_CODES: Mapping[FormatCode, str] = {
     "mismatch": "two files disagree",
     "invalid": "all else",
 }
-"""What each code of a `FormatError` means."""
+"""Descriptions of the codes of `FormatError`."""
 
 PLAN_CODES: Mapping[PlanCode, str] = {
     "option": "an argument has an invalid value",
@@ -77,17 +77,17 @@ PLAN_CODES: Mapping[PlanCode, str] = {
     "mismatch": "the members of a group, or two arguments, contradict each other",
     "invalid": "all else",
 }
-"""What each code of a `PlanError` means."""
+"""Descriptions of the codes of `PlanError`."""
 
 Where: TypeAlias = str | PathLike[str] | None
-"""The file or folder that an error is about, as the caller named it, or the name of a part of a file."""
+"""The path in an error: a file or folder as the caller named it, or the name of a part of a file."""
 
 
 class RelayoutError(Exception):
     """Base of both families. The text is one line: file, tensor, what was found, what was expected.
 
-    Programs match on `code` and the other fields, not on the text. The text names options as the command line has them
-    (`--force`); a function has them as arguments of that name (`force=True`).
+    Programs match on `code` and the other fields, not on the text. The text names options as on the command line
+    (`--force`). Functions have arguments with the same names (`force=True`).
 
     Example:
         >>> import relayout
@@ -99,11 +99,11 @@ class RelayoutError(Exception):
     """
 
     what: str
-    """The text without file and tensor."""
+    """The text without file and tensor name."""
     path: Where = None
     """The file or folder as the caller named it, or the name of a part of a file."""
     tensor: str | None = None
-    """The tensor's name."""
+    """Name of the tensor."""
     offset: int | None = None
     """Absolute byte offset in the file, if known."""
     code: Code = "invalid"
@@ -132,7 +132,7 @@ class RelayoutError(Exception):
         tensor: str | None = None,
         code: Literal["missing"] | None = None,
     ) -> None:
-        """Replace the fields that are given, before the error is raised again: the caller knows them better."""
+        """Replace the given fields before the error is raised again: the caller has more exact values."""
         self.what = self.what if what is None else what
         self.path = self.path if path is None else path
         self.tensor = self.tensor if tensor is None else tensor
@@ -140,7 +140,7 @@ class RelayoutError(Exception):
 
 
 class _Family(RelayoutError, Generic[_Code]):
-    """Base of one family: its constructor takes the codes of this family only."""
+    """Base of one family. Its constructor accepts the codes of this family only."""
 
     def __init__(
         self,
@@ -161,14 +161,14 @@ class FormatError(_Family[FormatCode]):
 
 
 class PlanError(_Family[PlanCode], ValueError):
-    """The request is invalid, or cannot be carried out on this checkpoint: what Python calls a ValueError.
+    """The request is invalid, or cannot be carried out on this checkpoint. A subclass of ValueError.
 
     `relayout.errors.PLAN_CODES` lists the codes.
     """
 
 
 class MissingPathError(PlanError, FileNotFoundError):
-    """Nothing exists at the path that the caller named, of which Python's `open` raises a FileNotFoundError."""
+    """The path that the caller named does not exist. Also a FileNotFoundError, as raised by Python's `open`."""
 
     def __init__(self, what: str, *, path: Where) -> None:
         super().__init__(what, path=path, code="missing")
@@ -185,7 +185,7 @@ class MissingPathError(PlanError, FileNotFoundError):
 
     @property
     def filename(self) -> str | None:
-        """The path."""
+        """The path as text."""
         return None if self.path is None else str(self.path)
 
     def __reduce__(self) -> tuple[object, ...]:
@@ -211,7 +211,7 @@ def about(*, path: Where = None, tensor: str | None = None, part: str | None = N
 
 
 def warn(what: str) -> None:
-    """Warn at the line outside of relayout that led here, however deep inside relayout this is."""
+    """Warn at the innermost calling line outside of relayout, at any depth inside relayout."""
     frame = sys._getframe(1)
     while frame.f_back is not None and str(frame.f_globals.get("__name__")).partition(".")[0] == "relayout":
         frame = frame.f_back
@@ -221,10 +221,10 @@ def warn(what: str) -> None:
 
 
 def did_you_mean(word: str, known: Iterable[str]) -> str:
-    """The end of a message about an unknown word: the known one that is most like it, if one is."""
+    """Return the end of a message about an unknown word: the most similar known word, if one is similar."""
     from difflib import get_close_matches  # Only for errors.
 
-    # Few mistypes change the first letter, and without it much is alike that nobody meant.
+    # Few typing errors change the first letter. Words with another first letter must be very similar.
     words = list(known)
     of_letter = [each for each in words if each[:1].lower() == word[:1].lower()]
     similar = get_close_matches(word, of_letter, 1) or get_close_matches(word, words, 1, 0.9)
@@ -232,17 +232,17 @@ def did_you_mean(word: str, known: Iterable[str]) -> str:
 
 
 def and_others(found: Sequence[object]) -> str:
-    """The first of what was found, and how many others there are."""
+    """Return the first item and the number of further items, for a message."""
     return f"{found[0]}, and {len(found) - 1} more" if len(found) > 1 else str(found[0])
 
 
 def how_to_install(extra: str) -> str:
-    """The end of a message about a package that is not installed: the command that installs it with relayout."""
+    """Return the end of a message about a missing package: the command that installs it with relayout."""
     return f"pip install '.[{extra}]' in a checkout of relayout"
 
 
 def shown(value: object) -> str:
-    """The `repr` of an untrusted value for a message, limited in length and depth."""
+    """Return the `repr` of an untrusted value for a message, limited in length and depth."""
     return _SHORT.repr(value)
 
 
@@ -254,15 +254,15 @@ _SHORT.maxlong = 40
 
 
 def escape_controls(text: str) -> str:
-    """The text with control characters and line breaks escaped."""
+    """Return the text with control characters and line breaks escaped."""
     return "".join(c if c.isprintable() else c.encode("unicode_escape").decode("ascii") for c in text)
 
 
 def readable(content: bytes, limit: int, what: str) -> bytes:
-    """Return the content of a file that is about to be written.
+    """Return the content of a file to be written, after a check of its length.
 
     Raises:
-        PlanError: its reader accepts no more than `limit` bytes, so that no process could read it.
+        PlanError: the content has more than `limit` bytes, the maximum that readers of the file accept.
     """
     if len(content) > limit:
         raise PlanError(f"{what} of {len(content):,} bytes: readers accept {limit:,} and refuse more", code="limit")

@@ -1,4 +1,4 @@
-"""Packages that relayout works without. The others find them by name and never import them."""
+"""Optional packages of relayout. All other packages find them by name and never import them directly."""
 
 from __future__ import annotations
 
@@ -10,7 +10,8 @@ if TYPE_CHECKING:
     from types import ModuleType
 
 _WITH_COMMANDS = ("train", "benchmark", "html_report", "observe")
-"""Packages that add commands, in the order of the help. Their module `commands` has them, and their group."""
+"""Packages that add commands, in the order of the help. Their module `commands` contains the commands, and their
+group."""
 
 
 def find(module: str) -> ModuleType | None:
@@ -19,7 +20,7 @@ def find(module: str) -> ModuleType | None:
     try:
         return import_module(name)
     except ModuleNotFoundError as error:
-        if error.name and f"{name}.".startswith(f"{error.name}."):  # It, or its package.
+        if error.name and f"{name}.".startswith(f"{error.name}."):  # The module, or its package.
             return None
         raise
 

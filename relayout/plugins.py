@@ -1,6 +1,6 @@
-"""Entry points, which engines call in each of their processes. They import nothing heavy.
+"""Entry points, which engines call in each of their processes. They import no large packages.
 
-Only under a policy do they raise: what cannot be kept ends the process.
+They raise only under a trust policy: a policy that cannot be enforced ends the process.
 """
 
 from __future__ import annotations
@@ -22,19 +22,19 @@ if TYPE_CHECKING:
 
 
 _LOADERS = {"vllm": "vllm.model_executor.model_loader", "tokenspeed": "tokenspeed.runtime.model_loader.loader"}
-"""The modules in which the plugins of engines change something: only processes that load weights import them."""
+"""Modules that the engine plugins change. Only processes that load weights import them."""
 
 
 def vllm() -> None:
-    """Make `--load-format relayout` known when vLLM imports its loaders: the plugin of `vllm.general_plugins`."""
+    """Register `--load-format relayout` once vLLM imports its loaders: the plugin of `vllm.general_plugins`."""
     _register_after_import("vllm")
 
 
 def vllm_loader(load_config: Any) -> Any:
-    """The model loader of `--load-format relayout`, for a vLLM that has the format itself (.github/upstream/vllm).
+    """Return the loader of `--load-format relayout`, for a vLLM with built-in support (.github/upstream/vllm).
 
     Raises:
-        ImportError, TypeError: this vLLM is not as expected.
+        ImportError, TypeError: this version of vLLM is not supported.
         PlanError: an option is unknown.
     """
     from vllm.model_executor.model_loader.default_loader import DefaultModelLoader
@@ -43,17 +43,17 @@ def vllm_loader(load_config: Any) -> Any:
 
 
 def sglang() -> None:
-    """Make SGLang recognize converted folders and know `--load-format relayout`: the plugin of `sglang.srt.plugins`."""
+    """Make SGLang recognize converted folders and `--load-format relayout`: the plugin of `sglang.srt.plugins`."""
     _register("sglang")
 
 
 def tokenspeed() -> None:
-    """Make TokenSpeed recognize converted folders when it imports its loaders: the plugin of `tokenspeed.plugins`."""
+    """Make TokenSpeed recognize converted folders once it imports its loaders: the plugin of `tokenspeed.plugins`."""
     _register_after_import("tokenspeed")
 
 
 def _register_after_import(engine: str) -> None:
-    """Call `_register` once the engine has imported its loaders: to import them in every process would cost seconds."""
+    """Call `_register` once the engine has imported its loaders; importing them in every process would take seconds."""
     if _LOADERS[engine] in sys.modules:
         _register(engine)
     elif not any(isinstance(finder, _AfterImport) and finder.engine == engine for finder in sys.meta_path):
@@ -61,17 +61,17 @@ def _register_after_import(engine: str) -> None:
 
 
 class _AfterImport(MetaPathFinder):
-    """Registers with an engine once its loaders have been imported."""
+    """An import hook that registers relayout with an engine once the engine's loaders have been imported."""
 
     def __init__(self, engine: str) -> None:
         self.engine = engine
         self._is_asking = False
-        """Whether the other finders are being asked."""
+        """True during the search by the other finders."""
 
     def find_spec(
         self, fullname: str, path: Sequence[str] | None, target: ModuleType | None = None
     ) -> ModuleSpec | None:
-        """The module as others find it; its import ends with `_register`."""
+        """Return the module's spec from the other finders, changed so that the import ends with `_register`."""
         if fullname != _LOADERS[self.engine] or self._is_asking:
             return None
         self._is_asking = True
@@ -84,7 +84,7 @@ class _AfterImport(MetaPathFinder):
 
             def execute_and_register(module: ModuleType) -> None:
                 execute(module)
-                if self in sys.meta_path:  # Not before: others may ask where the module is, and import nothing.
+                if self in sys.meta_path:  # Not earlier: a caller of `find_spec` may not import the module.
                     sys.meta_path.remove(self)
                 _register(self.engine)
 
@@ -93,7 +93,7 @@ class _AfterImport(MetaPathFinder):
 
 
 def _register(engine: str) -> None:
-    """Call `register` of an engine's module; where this engine is not as expected, log that, and leave it alone."""
+    """Call `register` of an engine's module; if that fails, log the error and leave the engine unchanged."""
     try:
         _plugin(engine).register()
     except Exception as error:
@@ -103,5 +103,5 @@ def _register(engine: str) -> None:
 
 
 def _plugin(engine: str) -> Any:
-    """Return the module that registers an engine's loader: with updates of a live engine, if they are installed."""
+    """Return the module that registers an engine's loader, with updates of a live engine if they are installed."""
     return extensions.find(f"live.{engine}_updates") or import_module(f"relayout.engines.{engine}")

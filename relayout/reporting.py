@@ -1,6 +1,6 @@
-"""What callers are told: the progress of long work in bytes, and results.
+"""Reporting to callers: the progress of long work in bytes, and results.
 
-Progress is a bar or lines on stderr, or calls of a function. A result is an object for JSON, and has a short `repr`.
+Progress is a bar or lines on stderr, or calls of a function. A result is convertible to JSON, and has a short `repr`.
 """
 
 from __future__ import annotations
@@ -16,8 +16,9 @@ from typing import Any, TextIO, TypeAlias, cast
 from relayout.errors import PlanError, shown
 
 Progress: TypeAlias = bool | Callable[[int, int], None] | None
-"""True: a bar on stderr, or lines where that is no terminal. A function: called with (bytes done, total bytes); its
-method `begin`, if it has one, with the phase of the work, such as "converting". False or None: no progress."""
+"""True: a bar on stderr, or lines if stderr is not a terminal. A function: called with (bytes done, total bytes).
+Its method `begin`, if it has one, is called with the phase of the work, such as "converting". False or None:
+progress is off."""
 
 _SECONDS_BETWEEN_LINES = 5.0
 _SHORT = Repr()
@@ -26,17 +27,17 @@ _SHORT.maxstring = _SHORT.maxother = 160
 
 
 class Result:
-    """Base of the dataclasses that functions of relayout return. They have `repr=False`, for this class's own."""
+    """Base of the dataclasses that relayout's functions return. Their `repr=False` selects the `repr` of this class."""
 
     __slots__ = ()
 
     def __repr__(self) -> str:
-        """All fields, of which long ones are shortened."""
+        """Return all fields as text, with long values shortened."""
         named = (f"{field.name}={_SHORT.repr(getattr(self, field.name))}" for field in fields(cast(Any, self)))
         return f"{type(self).__name__}({', '.join(named)})"
 
     def as_json(self) -> dict[str, object]:
-        """What `--json` prints: fields, nested ones as objects and lists."""
+        """Return the fields as `--json` prints them, nested dataclasses as objects and lists."""
         return asdict(cast(Any, self))
 
 
@@ -49,7 +50,7 @@ class Reporter:
         self.begin(phase)
 
     def begin(self, phase: str) -> None:
-        """Begin a phase of the work. The bytes done go on counting."""
+        """Begin a phase of the work. The number of bytes done is not reset."""
         if hasattr(self._show, "begin"):
             self._show.begin(phase)
 
@@ -58,15 +59,15 @@ class Reporter:
         self._show(done, self._total)
 
     def after(self, before: int) -> Callable[[int], None]:
-        """What reports a part of the work: the bytes done of that, after so many."""
+        """Return a callback for one part of the work that adds `before` to the bytes it reports."""
         return lambda done: self(before + done)
 
 
 @contextmanager
 def reporting(progress: Progress, phase: str, total: int) -> Iterator[Reporter]:
-    """Yield what to call with the bytes done so far; nobody sees it if progress is off."""
+    """Yield the callback for the number of bytes done so far. If progress is off, it does nothing."""
     if progress is True:
-        # Not by rich, which would count FORCE_COLOR as a terminal.
+        # Not detected by rich, which would count FORCE_COLOR as a terminal.
         display = _bar(total) if sys.stderr is not None and sys.stderr.isatty() else _lines()
         with display as show:
             yield Reporter(show, phase, total)
@@ -79,7 +80,7 @@ def reporting(progress: Progress, phase: str, total: int) -> Iterator[Reporter]:
 
 
 class _Bar:
-    """A bar of rich."""
+    """A progress bar of rich."""
 
     def __init__(self, bar: Any, task: Any) -> None:
         self._bar = bar
@@ -94,7 +95,7 @@ class _Bar:
 
 @contextmanager
 def _bar(total: int) -> Iterator[_Bar]:
-    """Show a bar on stderr, which fits 80 columns."""
+    """Show a bar on stderr that fits 80 columns."""
     from rich import progress  # Slow to import.
     from rich.console import Console
 
@@ -112,7 +113,7 @@ def _bar(total: int) -> Iterator[_Bar]:
 
 
 class _Lines:
-    """A line now and then, and at the end: for logs."""
+    """Progress as lines for logs: one every `_SECONDS_BETWEEN_LINES`, and one at the end."""
 
     def __init__(self) -> None:
         self._phase = ""
@@ -128,7 +129,7 @@ class _Lines:
             self.print()
 
     def print(self) -> None:
-        """Print the state now."""
+        """Print the current state."""
         done, total = self._state
         self._printed = time.monotonic()
         amount = f"{done / 1e6:,.0f} of {total / 1e6:,.0f} MB in " if total else ""
@@ -147,7 +148,7 @@ def _lines() -> Iterator[_Lines]:
 
 
 class _Lenient:
-    """A stream whose failed writes are ignored: a closed terminal must not stop the work."""
+    """A stream that ignores failed writes: a closed terminal must not stop the work."""
 
     def __init__(self, stream: TextIO) -> None:
         self._stream = stream

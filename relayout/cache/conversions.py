@@ -1,10 +1,10 @@
-"""Conversions of plain checkpoints that a cache keeps: the first load makes one, and later loads read it.
+"""Conversions of plain checkpoints in a cache: the first load creates one, and later loads read it.
 
-The processes of a machine that load at the same time convert together. Each takes units whose lock it gets, so that
-every byte of the source is read once. The system releases the locks of a process that ends, however it ends, and
-another process converts its unit again. The entry is published as any output is: as a whole, or not at all. An entry
-in which something is missing is made again. Where others hold what is left and do nothing, this is an error, and
-whoever loads reads the source.
+Processes of one machine that load at the same time convert together. Each process converts the units that it can lock,
+so every byte of the source is read once. The system releases the locks of a process that ends in any way, and another
+process converts its unit again. The entry is published as any output is: as a whole, or not at all. An entry with
+missing files is rebuilt. If other processes hold the locks of the remaining units and make no progress, this is an
+error, and the caller loads from the source.
 """
 
 from __future__ import annotations
@@ -37,36 +37,38 @@ from relayout.storage.local.store import LocalStore
 from relayout.storage.stores import Kind, Store
 
 MODEL = "model"
-"""The converted checkpoint in an entry."""
+"""Name of the converted checkpoint in an entry."""
 _PLAN = "plan.json"
 _NUM_UNITS = 16
-"""About how many parts the processes share. Each has a file for each rank."""
+"""Approximate number of units that the processes share. Each unit has a file for each rank."""
 _MIN_PART_NBYTES = 64 * 2**20
 _MEMORY = 128 * 2**20
-"""Bytes of buffers of one process: all ranks of a node may take part."""
+"""Bytes of buffers in one process: all ranks of a node may convert at the same time."""
 _REMOTE_LIMIT_SECONDS = 60.0
-"""How long others may write nothing of what they read from a server: some buffers, or a request that is repeated."""
+"""Seconds without a write after which a wait fails if the source is remote: time for some buffers, or a repeated
+request."""
 _LOADS_LIMIT_SECONDS = 600.0
-"""How long a conversion waits for engines that load, all in all."""
+"""Seconds that a conversion waits for loading engines, in total."""
 _LOOK_SECONDS = 0.1
-"""How often it looks whether they do."""
+"""Seconds between two checks for loading engines."""
 _PLAN_LIMIT_SECONDS = 300.0
-"""How long another process may observe a plan."""
+"""Maximum seconds of waiting for another process that observes a plan."""
 _OBSERVED = frozenset({"no_plan", "no_rule", "unsupported"})
-"""Codes of errors that an observed plan avoids: no rules for the model type, for a tensor, or for a quantized form. An
-observed slice is what the engine's own loader has read, so it needs no rules. Where the engine refuses, so does it."""
+"""Codes of errors that an observed plan avoids: no rules for the model type, for a tensor, or for a quantized form.
+An observed slice is read by the engine's own loader, so it needs no rules. If the engine rejects the model,
+observing it fails, too."""
 
 FindPlan = Callable[[SourceCheckpoint, int], Plan]
-"""Finds the plan of a checkpoint for so many ranks. Raises PlanError: there is none."""
+"""Finds the plan of a checkpoint for a number of ranks. Raises PlanError if no plan exists."""
 
 
 class NotKept(Exception):
-    """No plan is kept."""
+    """The cache contains no plan, and it may not be observed."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class KeptConversion(LocalStore):
-    """A converted checkpoint in a cache, which is not removed while this object lives."""
+    """A converted checkpoint in a cache. Its entry is not removed while this object lives."""
 
     entry: HeldEntry
 
@@ -82,17 +84,17 @@ def kept_conversion(
     progress: Progress = None,
     behind_loads: bool = False,
 ) -> KeptConversion:
-    """Return the conversion of a plain checkpoint in a cache. If it is not there, make it now.
+    """Return the conversion of a plain checkpoint in a cache. If it does not exist, create it now.
 
-    An entry is of one source (`checkpoint.source`), one plan and degree, the same ranks, and one version of the
-    format. Other processes that call this at the same time take part in making it.
+    An entry belongs to one source (`checkpoint.source`), plan, degree, set of ranks, and version of the format. Other
+    processes that call this function at the same time take part in the conversion.
 
     Args:
-        source: a folder, file or prefix, read by this process and by others that take part.
-        ranks: convert only these, such as those of this machine, and read only what they need; None: all.
+        source: a folder, file or prefix, read by this process and by other processes that take part.
+        ranks: the ranks to convert, such as those of this machine. Only their bytes are read. None: all ranks.
         on_miss: called before this process converts anything.
-        progress: of what this process converts.
-        behind_loads: convert while no engine of this machine loads; see `_Loads`.
+        progress: progress of the units that this process converts.
+        behind_loads: True to convert only while no engine of this machine loads; see `_Loads`.
     """
     planned, entry = _entry(source, num_ranks, cache, find_plan, ranks)
     if not _is_published(planned):
@@ -105,7 +107,7 @@ def kept_conversion(
 def find_conversion(
     source: Store, num_ranks: int, cache: Cache, find_plan: FindPlan = plan_for, *, ranks: Collection[int] | None = None
 ) -> KeptConversion | None:
-    """Return the same if it is there, else None. What is damaged is removed."""
+    """Return the conversion as `kept_conversion`, or None if it does not exist. Damaged entries are removed."""
     planned, entry = _entry(source, num_ranks, cache, find_plan, ranks)
     return KeptConversion(folder=entry.folder / MODEL, entry=entry) if _is_published(planned) else None
 
@@ -113,7 +115,7 @@ def find_conversion(
 def _entry(
     source: Store, num_ranks: int, cache: Cache, find_plan: FindPlan, ranks: Collection[int] | None
 ) -> tuple[Conversion, HeldEntry]:
-    """Plan what an entry has, and hold it. What was published there is as its manifest says: see `check_intact`."""
+    """Plan the conversion of an entry, and hold the entry after `_check_published` has checked it."""
     checkpoint = read_source(source)
     plan = find_plan(checkpoint, num_ranks)
     part_nbytes = checkpoint.nbytes // (num_ranks * _NUM_UNITS)
@@ -126,26 +128,26 @@ def _entry(
 
 
 def _check_published(entry: HeldEntry) -> None:
-    """Raise FormatError if there is something, and not all that its manifest lists, with the same lengths and heads."""
+    """Raise FormatError if an output exists that lacks files of its manifest, or has other lengths or heads."""
     output = LocalStore(entry.folder / MODEL)
     if output.kind() is not Kind.NOTHING:
         check_intact(output)
 
 
 class _Loads:
-    """Lets the engines of this machine load first, which share its drive and processors with a conversion.
+    """Delays a conversion while engines of this machine load: they share its drive and processors.
 
-    A wait ends when none loads any more, and none can keep it up: an engine that ends, however it ends, has given up
-    its lock; for those that hang all waits together have a limit, after which the conversion goes on beside them.
+    A wait ends when no engine loads any more. An engine that ends in any way releases its lock. For engines that hang,
+    all waits together have a time limit; then the conversion continues while they load.
     """
 
     def __init__(self, cache: Cache, limit_seconds: float) -> None:
-        """`limit_seconds` is for all waits together."""
+        """Limit all waits together to `limit_seconds`."""
         self._cache = cache
         self._left = limit_seconds
 
     def wait(self) -> bool:
-        """Wait; return whether there was anything to wait for."""
+        """Wait, and return True if an engine was loading."""
         begun = time.monotonic()
         end = begun + self._left
         has_waited = False
@@ -157,7 +159,7 @@ class _Loads:
 
 
 def _convert_together(planned: Conversion, cache: Cache, entry: HeldEntry, progress: Progress, loads: _Loads) -> None:
-    """Convert what no other process is converting, until the output is there."""
+    """Convert the units that no other process is converting, until the output is published."""
     entry.was_filled = True
     files = {f"{MODEL}/{file.name}": file.nbytes for file in planned.layout.files}
     others_nbytes = needed_for(planned)[0] - planned.layout.nbytes
@@ -173,7 +175,7 @@ def _convert_together(planned: Conversion, cache: Cache, entry: HeldEntry, progr
         limit_seconds = _REMOTE_LIMIT_SECONDS if planned.source.folder.cost.is_remote else None
         waiting = Waiting(entry.folder, lambda: holder_in(*_locks(entry, left)), entry.growth, limit_seconds)
         while not _is_published(planned):
-            if loads.wait():  # Before each unit, with no lock that another process could wait for.
+            if loads.wait():  # Before each unit, without a lock that another process could wait for.
                 waiting.moved()
             if not _step(planned, entry, left):
                 waiting.pause()
@@ -183,12 +185,12 @@ def _convert_together(planned: Conversion, cache: Cache, entry: HeldEntry, progr
 
 
 def _step(planned: Conversion, entry: HeldEntry, left: set[int]) -> bool:
-    """Convert one unit of those that are left, or publish when there are none.
+    """Convert one of the remaining units, or publish if none remains.
 
-    Nobody converts while another publishes: what it wrote would be left over.
+    No process converts a unit while another publishes: its files would be left over.
 
     Returns:
-        Whether anything was done: else other processes hold the locks.
+        True if a unit was converted or the output published. False: other processes hold the locks.
     """
     with entry.try_lock("publish", shared=True) as nobody_publishes:
         if not nobody_publishes or _is_published(planned):
@@ -207,7 +209,7 @@ def _step(planned: Conversion, entry: HeldEntry, left: set[int]) -> bool:
 
 
 def _locks(entry: HeldEntry, left: Collection[int]) -> list[Path]:
-    """The locks that a process may wait for."""
+    """Return the lock files that a process may wait for."""
     return [entry.lock_file("publish"), *(entry.lock_file(f"unit-{unit}") for unit in sorted(left))]
 
 
@@ -224,19 +226,19 @@ def plan_in(
     observe: str | None,
     only_kept: bool = False,
 ) -> Plan:
-    """Return the built-in plan of a checkpoint; if it has none, one that is observed once and kept in the cache.
+    """Return the built-in plan of a checkpoint; if there is none, a plan that is observed once and then cached.
 
     Args:
-        expert_parallel: each rank owns whole experts; such a plan is not observed.
-        observe: the engine that it is observed from, a key of `plans.family.ENGINES`; None: it is not observed.
-        only_kept: do not observe one, which takes long.
+        expert_parallel: True if each rank owns whole experts. Such a plan is not observed.
+        observe: the engine to observe, a key of `plans.family.ENGINES`. None: no plan is observed.
+        only_kept: True to return only a cached plan, because observing one takes long.
     """
     try:
         return plan_for(checkpoint, num_ranks, expert_parallel=expert_parallel)
     except PlanError as error:
         if observe is None or expert_parallel or error.code not in _OBSERVED:
             raise
-    # Imported here: planning by an engine is rare, and starts of engines import this module.
+    # Imported on use: planning by an engine is rare, and engines import this module when they start.
     from relayout.conversion.planning import observer
 
     name, find = observer(observe)
@@ -249,12 +251,12 @@ def plan_in(
         def observed() -> bytes:
             return compact_json(find(checkpoint, num_ranks).as_json())
 
-        entry.keep_small(_PLAN, observed, limit_seconds=_PLAN_LIMIT_SECONDS)  # One process at a time observes.
+        entry.keep_small(_PLAN, observed, limit_seconds=_PLAN_LIMIT_SECONDS)  # Only one process at a time observes.
         return _read_plan(entry)
 
 
 def _check_plan(entry: HeldEntry) -> None:
-    """Delete what is kept in the place of a plan, and is none."""
+    """Delete a cached plan that does not parse."""
     if entry.has(_PLAN):
         entry.forget_damaged(_PLAN, lambda: _read_plan(entry))
 

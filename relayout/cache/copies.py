@@ -1,8 +1,8 @@
-"""Copies of a remote converted checkpoint: its files are fetched when they are first used, and read on the drive.
+"""Copies of a remote converted checkpoint: its files are fetched on first use, and then read from the drive.
 
-The entry of a cache is a converted checkpoint of the ranks that were loaded. Every byte of a weight file is compared
-with the digest of its chunk before the file gets its name. Bytes that another entry has, such as an older version of
-the model, are read from there instead of from the remote store.
+An entry of the cache is a converted checkpoint of the loaded ranks. Every byte of a weight file is compared with the
+digest of its chunk before the file gets its name. Bytes that another entry contains, such as an older version of the
+model, are read from there instead of from the remote store.
 """
 
 from __future__ import annotations
@@ -51,38 +51,38 @@ from relayout.storage.stores import (
 from relayout.storage.system import Buffer
 
 _REQUEST_NBYTES = 4 * 2**20
-"""What a thread fetches at once, or one chunk: it is held in memory until its digest is known."""
+"""Bytes that a thread fetches by one request, or one chunk if that is longer. They stay in memory until verified."""
 _LIMIT_SECONDS = 60.0
-"""How long another process may fetch a file without writing anything: it may repeat a request."""
+"""Seconds without a write after which a wait for another process's fetch fails: it may be repeating a request."""
 
 
 @dataclass(frozen=True, slots=True)
 class CopyingStore(ReadOnlyStore):
     """A remote store that is read through copies on the drive. Thread-safe.
 
-    It has the name of the remote store, and the paths and costs of the copies. A file that is not there yet is fetched
-    when it is opened or read.
+    It has the name of the remote store, and the paths and costs of the copies. A missing file is fetched when it is
+    opened or read.
     """
 
     cost: ClassVar[RequestCost] = LOCAL_COST
 
     remote: Store
     cache: Cache
-    """The cache. Its other entries may have bytes of the same model."""
+    """The cache. Its other entries may contain equal bytes, for example of an older version of the model."""
     entry: HeldEntry
-    """The entry that has the copies. It is not removed while this object lives."""
+    """The entry with the copies. It is not removed while this object lives."""
     manifest: Manifest
     weights: Mapping[str, int]
-    """The weight files, and their positions in the manifest."""
+    """Positions of the weight files in the manifest, by name."""
     threads: int
-    """Requests in flight."""
+    """Number of requests in flight."""
 
     def __str__(self) -> str:
         return str(self.remote)
 
     @property
     def copies(self) -> LocalStore:
-        """The store of the files that are there."""
+        """The store of the files that were fetched."""
         return LocalStore(self.entry.folder)
 
     def location(self, name: str) -> str:
@@ -114,11 +114,11 @@ class CopyingStore(ReadOnlyStore):
         return self.copies.open(name, nbytes, access=access, version=version)
 
     def _has(self, name: str) -> bool:
-        """Whether a weight file is there, with its length."""
+        """Return True if a weight file exists with its length."""
         return self.entry.has(name, self.manifest.files[self.weights[name]].nbytes)
 
     def _fetch(self, name: str) -> None:
-        """Fetch a file, unless it is there or the remote store lacks it."""
+        """Fetch a file, unless it exists already or the remote store lacks it."""
         if name in self.weights:
             self._fetch_weights([name], None)
         elif "/" not in name and not self.entry.has(name):
@@ -127,13 +127,13 @@ class CopyingStore(ReadOnlyStore):
                 self.entry.keep_small(name, lambda: blob)
 
     def keep(self, names: Sequence[str], cache: Cache, progress: Progress) -> bool:
-        """Fetch weight files, if the cache has room for them; other entries are removed for it.
+        """Fetch weight files if the cache has room for them. Other entries are removed to make room.
 
         Returns:
-            Whether there was room.
+            True if the cache had room.
 
         Raises:
-            PlanError: the cache's limit is no size.
+            PlanError: the cache's limit is not a valid size.
             FormatError: a file is missing in the remote store, or damaged.
             OSError: a request failed, or the cache cannot be written.
         """
@@ -147,7 +147,7 @@ class CopyingStore(ReadOnlyStore):
         return True
 
     def _fetch_weights(self, names: Sequence[str], progress: Progress) -> None:
-        """Fetch weight files that are not there."""
+        """Fetch the weight files that do not exist yet."""
         missing = [self.weights[name] for name in names if not self._has(name)]
         if not missing:
             return
@@ -162,7 +162,7 @@ class CopyingStore(ReadOnlyStore):
             report(done)
 
     def _find_reuse(self, missing: Collection[int]) -> Reuse | None:
-        """Return what reads bytes of missing files from another entry; None if there is no such entry."""
+        """Return a reader of another entry's bytes for missing files; None if no suitable entry exists."""
         if (older := self._find_older()) is None:
             return None
         every = self.manifest.holders.items()
@@ -170,9 +170,9 @@ class CopyingStore(ReadOnlyStore):
         return Reuse(Contents.read(self, self.manifest, holders), *older)
 
     def _find_older(self) -> tuple[Store, Contents] | None:
-        """Return the entry of the same model type that was used last, and its index.
+        """Return the last used entry of the same model type, and the index of its contents.
 
-        It may be removed, or changed, at any time: what it lacks then is fetched.
+        The entry may be removed or changed at any time: bytes that it then lacks are fetched.
         """
         for folder in self.cache.others(self.entry):
             with suppress(FormatError, OSError):
@@ -185,7 +185,7 @@ class CopyingStore(ReadOnlyStore):
         return None
 
     def _write(self, index: int, reuse: Reuse | None, on_progress: Callable[[int], None], name: str) -> None:
-        """Write a weight file to the drive under this name, by several requests at a time, and prove its bytes."""
+        """Write a weight file to the drive under this name, by several requests at a time, and verify its bytes."""
         file = self.manifest.files[index]
         where = self.remote.location(file.name)
         # The digests are kept, too: the entry can be verified as any other folder, and reused by another version.
@@ -220,11 +220,11 @@ class CopyingStore(ReadOnlyStore):
 
 
 def copied(remote: Store, manifest: Manifest, blob: bytes, cache: Cache, threads: int) -> CopyingStore:
-    """A remote converted checkpoint, read through copies in a cache; what is damaged there is fetched again.
+    """Return a remote converted checkpoint, read through copies in a cache. Damaged copies are fetched again.
 
     Args:
-        blob: its manifest as stored, by which the entry is named.
-        threads: requests in flight while files are fetched.
+        blob: its manifest as stored. The entry's name is a digest of it.
+        threads: the number of requests in flight while files are fetched.
     """
     entry = cache.hold(digest_hex(blob), lambda entry: _forget_damaged(entry, manifest, blob))
     entry.keep_small(MANIFEST_NAME, lambda: blob)
@@ -234,7 +234,7 @@ def copied(remote: Store, manifest: Manifest, blob: bytes, cache: Cache, threads
 
 
 def _forget_damaged(entry: HeldEntry, manifest: Manifest, blob: bytes) -> None:
-    """Delete what is kept and is not what the manifest says, by digest, length or head: it is fetched again."""
+    """Delete copies that contradict the manifest by digest, length or head, so that they are fetched again."""
     copies = LocalStore(entry.folder)
 
     def check(name: str) -> None:

@@ -1,9 +1,9 @@
-"""The folder of a cache: its entries, who holds them, and what may be removed to make room for others.
+"""The folder of a cache: its entries, the processes that hold them, and the removal of entries to make room.
 
 Entries are folders, one for each checkpoint, in a marked subfolder, `relayout-cache-v1`. A process that uses an entry
-holds it, by a shared lock. Entries that nobody holds may be removed to make room, the least recently used first. Room
-is reserved before it is filled. A file gets its name when it is complete, so that a process may be killed at any
-moment. A process that is stopped holds others up for some seconds; then they do without the cache.
+holds it, by a shared lock. Entries that no process holds may be removed to make room, the least recently used first.
+Room is reserved before it is filled. A file gets its name when it is complete, so that a process may be killed at any
+moment. A process that is stopped delays other processes by some seconds; then they continue without the cache.
 """
 
 from __future__ import annotations
@@ -43,12 +43,13 @@ _TAG = "CACHEDIR.TAG"
 _TAG_TEXT = b"""Signature: 8a477f597d28d172789f06886806bc55
 # A cache of relayout, which deletes entries to make room.
 """
-"""The first line is that of all caches, by which backups leave them out (https://bford.info/cachedir)."""
+"""Content of `CACHEDIR.TAG`. The first line is the same in all caches: backups exclude them by it
+(https://bford.info/cachedir)."""
 _ENTRY = re.compile(r"[0-9a-f]{32}")
 _GONE = re.compile(r"\.gone-[0-9a-f]{16}")
 _COMING = re.compile(r"\.coming-[0-9a-f]{16}")
 _HELD = ".held"
-"""The file of an entry that those who hold it have locked."""
+"""Name of the file in an entry that its holders have locked."""
 _ABOUT = ".about.json"
 _DOUBTED = ".doubted"
 _MAX_NOTE_NBYTES = 2**24
@@ -57,70 +58,70 @@ _FILLING = ".filling"
 _LOADING = ".loading"
 _OTHERS_MAY_WRITE = 0o022
 _ASIDE_SECONDS = 3.0
-"""How long others that have found the same damage may take to give the entry up."""
+"""Seconds that other processes which found the same damage have to release the entry."""
 
 
 @dataclass(frozen=True, slots=True)
 class CacheEntry:
-    """What a cache keeps of one checkpoint."""
+    """Describes a cache's entry for one checkpoint."""
 
     name: str
     """32 hexadecimal digits."""
     source: str
-    """The path or URL of the checkpoint; empty if its first load has not begun to fill the entry."""
+    """Path or URL of the checkpoint; empty if its first load has not begun to fill the entry."""
     num_ranks: int
-    """The tensor-parallel degree; 0 as above."""
+    """The tensor-parallel degree; 0 if the first load has not begun to fill the entry."""
     ranks: str
-    """The ranks that a conversion has, such as "0-7"; empty: all."""
+    """The ranks in a conversion, such as "0-7"; empty: all ranks."""
     nbytes: int
     used: float
-    """When a process last began to use it, in seconds since 1970."""
+    """Time of the last use by a process, in seconds since 1970."""
     is_in_use: bool
 
 
 @dataclass(frozen=True, slots=True)
 class Cache:
-    """Where loads keep what they fetch, and its limit.
+    """The folder in which loads keep fetched files and conversions, and its limit.
 
     Several processes of one user may use one folder at once, on one machine. All methods raise PlanError if the
-    subfolder for entries is not relayout's, or another user's, and OSError if it cannot be written.
+    subfolder for entries is not relayout's or belongs to another user, and OSError if it cannot be written.
     """
 
     folder: str | os.PathLike[str]
-    """A folder on a local drive, made if it does not exist. Only the subfolder `relayout-cache-v1` is ever touched."""
+    """A folder on a local drive, created if missing. Only the subfolder `relayout-cache-v1` is ever accessed."""
     limit: int | str | None = None
-    """The most bytes to keep, as a number or as text such as "2TB"; None: as much as the drive holds."""
+    """Maximum bytes to keep, as a number or as text such as "2TB". None: limited only by the drive."""
     limit_name: str = field(default="limit", repr=False, compare=False)
-    """The name of the option or variable that gives the limit, for errors."""
+    """Name of the option or variable that sets the limit, for errors."""
 
     def __post_init__(self) -> None:
         path_text(self.folder, "folder", "the path of a folder")
-        if self.limit_name == "limit":  # A variable is checked where the cache is used, which can go on without it.
+        if self.limit_name == "limit":  # A variable is checked on use: a load can do without the cache.
             self.limit_nbytes()
 
     def limit_nbytes(self) -> int | None:
-        """The limit as a number. PlanError: it is no size."""
+        """Return the limit as a number, or None. PlanError: it is not a valid size."""
         return None if self.limit is None else size(self.limit, self.limit_name)
 
     @property
     def exists(self) -> bool:
-        """Whether there is a cache in the folder."""
+        """True if the folder contains a cache."""
         return (Path(self.folder) / _OWN).exists()
 
     def hold(self, name: str, check: Callable[[HeldEntry], object] = lambda entry: None) -> HeldEntry:
-        """Hold the entry of this name, which is made if need be, and is not removed while it is held.
+        """Hold the entry of this name, and create it if missing. It is not removed while it is held.
 
-        An entry in which something is wrong is put aside, and made anew. The proof: others may write to it, or a load
-        from it has found damage (`HeldEntry.doubt`), or `check` raises FormatError.
+        A faulty entry is removed and rebuilt. An entry is faulty if other users may write to it, if a load from it has
+        found damage (`HeldEntry.doubt`), or if `check` raises FormatError.
 
         Args:
             name: 32 hexadecimal digits.
-            check: compares what the entry has with what it should have.
+            check: compares the entry's content with the expected content.
 
         Raises:
-            PlanError: something is wrong with the entry, and another process holds it, so that it stays; or it is
-                wrong again when it has just been made.
-            TimeoutError: another process is removing it, and does not go on.
+            PlanError: the entry is faulty, and cannot be removed because another process holds it; or it is still
+                faulty after it was rebuilt.
+            TimeoutError: another process is removing the entry, and makes no progress.
         """
         entry = self._hold(name)
         if (why := entry.what_is_wrong(check)) is None:
@@ -132,7 +133,7 @@ class Cache:
         return entry
 
     def _hold(self, name: str) -> HeldEntry:
-        """Hold the entry of this name as it is."""
+        """Hold the entry of this name without checking it."""
         assert _ENTRY.fullmatch(name)
         folder = self._own() / name
         waiting = Waiting(folder / _HELD)
@@ -141,7 +142,7 @@ class Cache:
         return entry
 
     def _put_aside(self, held: HeldEntry, why: str) -> None:
-        """Remove an entry in which something is wrong, if no other process holds it. This one gives it up."""
+        """Remove a faulty entry if no other process holds it. This process releases it."""
         own, entry, mine = self._own(), held.folder, held.status()
         held.close()
         end = time.monotonic() + _ASIDE_SECONDS
@@ -149,7 +150,7 @@ class Cache:
             with locked_file(own / _LOCK, growth=lambda: _num_files_gone(own)):
                 status = status_of(entry / _HELD)
                 if status is None or not os.path.samestat(status, mine):
-                    return  # Another process has put it aside, and said so.
+                    return  # Another process has removed it, and logged that.
                 if self._remove(own, entry):
                     getLogger("relayout").warning("relayout: %s: %s: made again in the cache", entry, why)
                     return
@@ -159,15 +160,15 @@ class Cache:
             time.sleep(_ASIDE_SECONDS / 20)
 
     def reserve(self, held: HeldEntry, files: Mapping[str, int]) -> Reservation | None:
-        """Reserve room for files of an entry that are not there yet, by name and bytes.
+        """Reserve room for files of an entry that do not exist yet, by name and bytes.
 
-        Entries that nobody holds are removed for it. Processes that reserve the same file share its room.
+        Entries that no process holds are removed to make room. Processes that reserve the same file share its room.
 
         Returns:
-            What keeps the room until it is closed, or the process ends; None: there is none.
+            A reservation that lasts until it is closed, or the process ends. None: the cache has no room.
 
         Raises:
-            PlanError: `limit` is no size.
+            PlanError: `limit` is not a valid size.
         """
         limit = self.limit_nbytes()
         own = self._own()
@@ -188,40 +189,40 @@ class Cache:
                 try:
                     if entry is not None and self._remove(own, entry):
                         del kept[entry]
-                except (PlanError, OSError) as error:  # The next one may make room.
+                except (PlanError, OSError) as error:  # Removing the next entry may make room.
                     getLogger("relayout").warning("relayout: %s: cannot be removed to make room: %s", entry, error)
             return None
 
     def try_filling(self) -> HeldLock | None:
-        """The right to convert into the cache in the background, which one process of the machine has at a time.
+        """Take the lock for converting into the cache in the background. One process of the machine has it at a time.
 
         Returns:
-            The right; a child that its descriptor is passed to has it, too, until it is closed here. None: another
-            process has it.
+            The lock. A child process that receives its descriptor shares it, until it is closed here. None: another
+                process has the lock.
         """
         return self._locked(_FILLING, fcntl.LOCK_EX, "converting into the cache")
 
     def loading(self) -> HeldLock | None:
-        """Say that an engine of this machine loads, until this is closed or the process ends; see `is_loading`.
+        """Mark an engine of this machine as loading, until the lock is closed or the process ends; see `is_loading`.
 
         Returns:
-            A shared lock; None: another process looks at it just now. Nobody waits for the right to load.
+            A shared lock. None: another process is testing the lock at this moment. Loading never waits for the lock.
         """
         return self._locked(_LOADING, fcntl.LOCK_SH)
 
     def is_loading(self) -> bool:
-        """Whether an engine of this machine loads a model that is not in the cache."""
+        """Return True if an engine of this machine loads a model that is not in the cache."""
         lock = self._locked(_LOADING, fcntl.LOCK_EX)
         if lock is not None:
             lock.close()
         return lock is None
 
     def _locked(self, name: str, kind: int, what: str = "") -> HeldLock | None:
-        """A lock on a file of this name, until it is closed; None: another process has it."""
+        """Lock a file of this name until the lock is closed. Return None if another process has the lock."""
         return take_lock(self._own() / name, kind, what=what)
 
     def entries(self) -> list[CacheEntry]:
-        """What is kept, the least recently used first."""
+        """Return descriptions of all entries, the least recently used first."""
         if not self.exists:
             return []
         return [_described(entry) for entry in sorted(self._entries(self._own()), key=_last_use)]
@@ -232,7 +233,7 @@ class Cache:
         return [entry for entry in sorted(self._entries(own), key=_last_use, reverse=True) if entry != held.folder]
 
     def remove(self, name: str) -> bool:
-        """Remove an entry, unless a process holds it; return whether it is gone. PlanError: there is no such entry."""
+        """Remove an entry, unless a process holds it; return True if it was removed. PlanError: it does not exist."""
         own = self._own()
         with locked_file(own / _LOCK, growth=lambda: _num_files_gone(own)):
             if own / name not in self._entries(own):
@@ -240,7 +241,7 @@ class Cache:
             return self._remove(own, own / name)
 
     def _own(self) -> Path:
-        """The subfolder for entries, made if need be."""
+        """Return the subfolder for entries; create it if missing."""
         own = Path(self.folder) / _OWN
         Path(self.folder).mkdir(parents=True, exist_ok=True)
         with suppress(FileExistsError):
@@ -251,7 +252,7 @@ class Cache:
             what = "others may write to it, so that nothing in it is believed: delete it, or `chmod go-w` it"
             raise PlanError(what, path=own, code="exists")
         with OpenFolder(own) as folder:
-            # Names first: whatever another process puts there, it puts there behind the tag.
+            # List the names first: another process writes the tag before anything else.
             is_new = all(name.endswith(".partial") for name in folder.names())
             with suppress(FileNotFoundError):
                 if _is_own(own / _TAG, stat.S_ISREG) and (own / _TAG).read_bytes() == _TAG_TEXT:
@@ -263,7 +264,7 @@ class Cache:
         return own
 
     def _entries(self, own: Path) -> list[Path]:
-        """The entries. The proof: real folders of this user below our tag, with our form of name and our lock."""
+        """Return the entries: folders of this user below the tag, with an entry's form of name and lock file."""
         return [
             path
             for path in own.iterdir()
@@ -271,18 +272,18 @@ class Cache:
         ]
 
     def _sweep(self, own: Path) -> None:
-        """Delete what killed processes left: small files, entries half removed, empty folders of new ones."""
+        """Delete remains of killed processes: small files, partly removed entries, empty folders of new entries."""
         with OpenFolder(own) as folder:
             folder.remove_partials()
         for path in own.iterdir():
             if _GONE.fullmatch(path.name) and _is_own(path, stat.S_ISDIR):
                 shutil.rmtree(path, ignore_errors=True)
             elif _ENTRY.fullmatch(path.name) and _is_own(path, stat.S_ISDIR):
-                with suppress(OSError):  # An entry has a lock at least. A process that has just made it makes it again.
+                with suppress(OSError):  # Only if empty: every entry has at least a lock file.
                     path.rmdir()
 
     def _coming(self, own: Path) -> dict[Path, int]:
-        """The files that processes have reserved room for, and their bytes. What cannot be understood is nothing."""
+        """Return the files in the reservations of all processes, with their bytes. Invalid reservations are ignored."""
         coming: dict[Path, int] = {}
         for path in own.iterdir():
             if _COMING.fullmatch(path.name) and _is_own(path, stat.S_ISREG):
@@ -294,7 +295,7 @@ class Cache:
         return coming
 
     def _remove(self, own: Path, entry: Path) -> bool:
-        """Remove an entry, unless a process holds it."""
+        """Remove an entry, unless a process holds it. Return True if it was removed."""
         gone = own / f".gone-{os.urandom(8).hex()}"
         with suppress(FileNotFoundError):
             lock = take_lock(entry / _HELD, what="removing it", create=False)
@@ -308,11 +309,11 @@ class Cache:
 
 
 CacheOption: TypeAlias = str | os.PathLike[str] | Cache | None
-"""The folder of a cache, or a folder with a limit; None: as the environment says."""
+"""The folder of a cache, or a `Cache` with a limit. None: the environment variables apply."""
 
 
 def cache_of(option: CacheOption) -> Cache | None:
-    """The cache that was asked for, or else that of RELAYOUT_CACHE and RELAYOUT_CACHE_LIMIT; None: no cache."""
+    """Return the requested cache, or else the cache of RELAYOUT_CACHE and RELAYOUT_CACHE_LIMIT; None: no cache."""
     if isinstance(option, Cache):
         return option
     if not isinstance(option, str | os.PathLike | None):
@@ -325,7 +326,7 @@ class Reservation(Closable):
     """Room in a cache. Released when it is closed, or when the process ends."""
 
     def __init__(self, own: Path, entry: str, files: Mapping[str, int]) -> None:
-        """Reserve it; the caller holds the cache's lock."""
+        """Write the reservation. The caller holds the cache's lock."""
         self._path = own / f".coming-{os.urandom(8).hex()}"
         self._lock = HeldLock(open_ours(self._path, os.O_CREAT | os.O_EXCL))
         try:
@@ -340,43 +341,44 @@ class Reservation(Closable):
     def close(self) -> None:
         """Release the room that is not filled."""
         try:
-            if self._lock.fd >= 0:  # Else this is a fork, or it was closed before.
+            if self._lock.fd >= 0:  # Otherwise this is a forked child, or it was closed before.
                 self._path.unlink(missing_ok=True)
         finally:
             self._lock.close()
 
 
 class HeldEntry(Closable):
-    """An entry that this process holds, until this is closed or collected, or the process ends. Thread-safe."""
+    """An entry that this process holds, until it is closed or collected, or the process ends. Thread-safe."""
 
     def __init__(self, folder: Path, lock: HeldLock) -> None:
         self.folder = folder
-        """The entry."""
+        """The entry's folder."""
         self.was_filled = False
-        """Whether weights were missing, and came into the entry while it was in use."""
+        """True if weights were missing, and came into the entry while it was in use."""
         self._lock = lock
 
     def status(self) -> os.stat_result:
-        """Status of the file that is locked, by which one entry of a name is told from the next."""
+        """Return the status of the locked file, which distinguishes this entry from a later one of the same name."""
         return os.fstat(self._lock.fd)
 
     def has(self, name: str, nbytes: int | None = None) -> bool:
-        """Whether a file of the entry is there, of this length if that is given: a file of this user, and no link."""
+        """Return True if a file of the entry exists: of this user, not a link, and of length `nbytes` if given."""
         status = status_of(self.folder / name)
         return status is not None and is_ours(status, stat.S_ISREG) and nbytes in (None, status.st_size)
 
     def keep(
         self, name: str, write: Callable[[str], None], nbytes: int | None = None, *, limit_seconds: float | None = None
     ) -> None:
-        """Make the file `name` of the entry, unless it is there; one process and thread at a time does so.
+        """Create the file `name` of the entry if it is missing. Only one process and thread does so at a time.
 
         Args:
-            write: makes the file under the name that it is given, in the same folder, with all bytes on the drive.
-            nbytes: of the file. One of another length is replaced.
-            limit_seconds: how long another process may make it without writing anything; see `Waiting`.
+            write: creates the file under the name in its argument, in the same folder, and returns when all bytes are
+                on the drive.
+            nbytes: bytes of the file. A file of another length is replaced.
+            limit_seconds: maximum seconds without a write by another process that creates it; see `Waiting`.
 
         Raises:
-            TimeoutError: it took longer.
+            TimeoutError: the other process made no progress for that time.
         """
         if self.has(name, nbytes):
             return
@@ -385,7 +387,7 @@ class HeldEntry(Closable):
                 return
             path = self.folder / name
             partial = path.with_name(f".{path.name}.partial")
-            partial.unlink(missing_ok=True)  # What a killed process left.
+            partial.unlink(missing_ok=True)  # Left by a killed process.
             try:
                 write(partial.name)
                 partial.rename(path)
@@ -393,23 +395,23 @@ class HeldEntry(Closable):
                 partial.unlink(missing_ok=True)
 
     def keep_small(self, name: str, content: Callable[[], bytes], *, limit_seconds: float | None = None) -> None:
-        """Make a small file of the entry, unless it is there; one process and thread at a time does so."""
+        """Create a small file of the entry if it is missing. Only one process and thread does so at a time."""
         with OpenFolder(self.folder) as folder:
             self.keep(name, lambda partial: folder.write(partial, content()), limit_seconds=limit_seconds)
 
     def forget_damaged(self, name: str, check: Callable[[], object]) -> None:
-        """Delete a file of the entry for which `check` raises FormatError: it is made when it is needed next."""
+        """Delete a file of the entry if `check` raises FormatError, so that it is created again on its next use."""
         try:
             check()
         except FormatError:
             with locked_file(self.lock_file(name), what=f"checking {name}", growth=self.growth):
                 try:
-                    check()  # Again: another process may have made it anew.
+                    check()  # Check again: another process may have replaced it.
                 except FormatError:
                     (self.folder / name).unlink(missing_ok=True)
 
     def what_is_wrong(self, check: Callable[[HeldEntry], object]) -> str | None:
-        """Why the entry must be made again; None: nothing is wrong. For the proof see `Cache.hold`."""
+        """Return why the entry must be rebuilt; None if it is intact. For the criteria see `Cache.hold`."""
         if _may_be_written_by_others(self.folder):
             return "others may write to it"
         if os.path.lexists(self.folder / _DOUBTED):
@@ -421,13 +423,13 @@ class HeldEntry(Closable):
         return None
 
     def doubt(self) -> None:
-        """Note that what was read of the entry is wrong, for the next process that holds it, and give it up."""
+        """Mark the entry as damaged for the next process that holds it, and release it."""
         with suppress(OSError):
             os.close(open_ours(self.folder / _DOUBTED, os.O_CREAT))
         self.close()
 
     def growth(self) -> object:
-        """Return what is another value after each write of a file that is being made in the entry."""
+        """Return a progress probe: a value that changes with each write to a file under construction."""
         return {
             (status.st_ino, status.st_size, status.st_blocks, status.st_mtime_ns)
             for path, is_hidden, status in _files(self.folder)
@@ -435,31 +437,31 @@ class HeldEntry(Closable):
         }
 
     def describe(self, source: str, num_ranks: int, ranks: str = "") -> None:
-        """Note what `Cache.entries` shows."""
+        """Store the values that `Cache.entries` shows."""
         self.keep_small(_ABOUT, json.dumps({"source": source, "num_ranks": num_ranks, "ranks": ranks}).encode)
 
     def lock_file(self, name: str) -> Path:
-        """The file of the entry's lock of this name."""
+        """Return the path of the entry's lock of this name."""
         return self.folder / f"{_LOCK}-{name}"
 
     @contextmanager
     def try_lock(self, name: str, *, shared: bool = False, what: str = "") -> Iterator[bool]:
-        """Hold the entry's lock of this name, if no other does, or only others that share it; yield whether it is held.
+        """Try to hold the entry's lock of this name, shared or exclusively. Yield True if it is held.
 
         Args:
-            what: this process is about to do, for those that wait.
+            what: the work of this process, for the messages of waiting processes.
         """
         lock = take_lock(self.lock_file(name), fcntl.LOCK_SH if shared else fcntl.LOCK_EX, what=what)
         with lock or nullcontext():
             yield lock is not None
 
     def close(self) -> None:
-        """Give the entry up: it may then be removed."""
+        """Release the entry, so that it may be removed."""
         self._lock.close()
 
 
 def _held(folder: Path) -> HeldEntry | None:
-    """Hold an entry, which is made if need be; None: another process is removing it."""
+    """Hold an entry, and create it if missing. Return None if another process is removing it."""
     with suppress(FileExistsError):
         folder.mkdir(0o700)
     if (status := status_of(folder)) is None:
@@ -480,7 +482,7 @@ def _held(folder: Path) -> HeldEntry | None:
 
 
 def _reserved(own: Path, note: bytes) -> dict[Path, int]:
-    """The files of a reservation. FormatError: it says nothing, or names what is not below an entry."""
+    """Return the files of a reservation. FormatError: it is not valid, or has names outside of an entry."""
     fields = Fields(parse_object(note, ".coming"), ".coming")
     entry, files = fields.text("entry"), Fields(fields.object("files"), ".coming")
     if not _ENTRY.fullmatch(entry) or any(".." in name.split("/") or name.startswith("/") for name in files.top):
@@ -494,7 +496,7 @@ def _may_be_written_by_others(folder: Path) -> bool:
 
 
 def _is_own(path: Path, is_kind: Callable[[int], bool]) -> bool:
-    """Whether this user's folder or file is there, and no link to one."""
+    """Return True if this user's folder or file exists and is not a link."""
     status = status_of(path)
     return status is not None and is_ours(status, is_kind)
 
@@ -513,29 +515,29 @@ def _described(entry: Path) -> CacheEntry:
     try:
         with take_lock(entry / _HELD, create=False) or nullcontext() as lock:
             is_in_use = lock is None
-    except (PlanError, OSError) as error:  # What cannot be looked at cannot be removed.
+    except (PlanError, OSError) as error:  # An entry that cannot be inspected cannot be removed.
         is_in_use = not isinstance(error, FileNotFoundError)
     nbytes = _nbytes(entry, with_hidden=True)
     return CacheEntry(entry.name, source, num_ranks, ranks, nbytes, _last_use(entry), is_in_use)
 
 
 def _hidden_allocated_nbytes(entry: Path) -> int:
-    """Blocks of what is being made in an entry: its name, or its folder's, begins with a dot until it is complete."""
+    """Return the allocated bytes of unfinished files in an entry: their name, or a folder's, begins with a dot."""
     return sum(status.st_blocks * 512 for _, is_hidden, status in _files(entry) if is_hidden)
 
 
 def _nbytes(entry: Path, *, with_hidden: bool) -> int:
-    """Bytes of the files of an entry."""
+    """Return the bytes of the files of an entry."""
     return sum(status.st_size for _, is_hidden, status in _files(entry) if with_hidden or not is_hidden)
 
 
 def _num_files_gone(own: Path) -> int:
-    """Files that are left of entries that are being removed."""
+    """Return the number of remaining files in entries that are being removed."""
     return sum(1 for path in own.glob(".gone-*") for _ in _files(path))
 
 
 def _files(entry: Path) -> Iterator[tuple[Path, bool, os.stat_result]]:
-    """Each file of an entry, and whether it is still being made."""
+    """Yield each file of an entry, True if it is unfinished, and its status."""
     for above, _, names in os.walk(entry):
         for path in (Path(above, name) for name in names):
             with suppress(FileNotFoundError):

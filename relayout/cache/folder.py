@@ -58,7 +58,7 @@ _FILLING = ".filling"
 _LOADING = ".loading"
 _OTHERS_MAY_WRITE = 0o022
 _ASIDE_SECONDS = 3.0
-"""Seconds that other processes which found the same damage have to release the entry."""
+"""Seconds to wait for other processes that found the same damage to release the entry."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,4 +1,4 @@
-"""The prefix of an output in a bucket, and its claim: an object `.relayout/claim` that names the work written there.
+"""The prefix of an output in a bucket, and its claim: the ownership marker `.relayout/claim`, which names the work.
 
 A claim contains the fingerprint of a work and the names of all files that the work writes. It is created only if none
 exists, and replaced only by compare-and-swap on its version. A process that finds a claim of its own work resumes that

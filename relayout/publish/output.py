@@ -193,7 +193,7 @@ class Output(Protocol):
         """
 
     def head(self, name: str, head: bytes, nbytes: int) -> None:
-        """Write the first bytes of a file of `nbytes` after all others, and close it."""
+        """Write the first bytes of a file of `nbytes` bytes, after all its other bytes, and close it."""
 
     def put(self, name: str, pieces: Iterable[bytes], mode: int | None = None) -> None:
         """Write a new file whole.

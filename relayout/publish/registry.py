@@ -1,4 +1,4 @@
-"""The publisher of registries: files are made in local scratch and sent as blobs; the manifest is written last.
+"""The publisher of registries: files are written to local scratch and sent as blobs; the manifest is written last.
 
 An output is an artifact in the form of ModelPack: one raw layer for each file, with its path. A blob is named by its
 SHA-256, and a blob that the registry has is not sent: tags with the same files share blobs. A blob without a manifest

@@ -80,7 +80,7 @@ LOCAL_COST = RequestCost()
 
 
 class RequestError(OSError):
-    """A failed request to a store over a network. The text contains advice."""
+    """A failed request to a store over a network. Its text includes advice."""
 
     def __init__(
         self,
@@ -424,7 +424,7 @@ def _shown(url: str | os.PathLike[str]) -> str:
 
 
 def find_input(path: str | os.PathLike[str]) -> Store:
-    """Return the store of an input, as `find_store`; "ORG/MODEL" without such a path is a repository of the hub.
+    """Return the store of an input, as `find_store`; "ORG/MODEL" is a hub repository if no such path exists.
 
     Raises:
         PlanError: as `find_store`.
@@ -447,7 +447,7 @@ def scheme_of(path: str | os.PathLike[str]) -> str | None:
 
 
 class ReadOnlyStore:
-    """Base class of stores that are read-only folders without file descriptors."""
+    """Base class of read-only stores; by default a folder without file descriptors."""
 
     __slots__ = ()
 

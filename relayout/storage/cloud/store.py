@@ -114,8 +114,8 @@ class WritableClient(Client, Protocol):
 
         Args:
             num_streams: parts that are sent at the same time.
-            check: called before each part. It raises to stop the upload, which then stays incomplete; the bucket
-                deletes it by its lifecycle rules.
+            check: called before each part. It raises to stop the upload, which then stays incomplete; its deletion is
+                left to the bucket (lifecycle rules).
 
         Raises:
             RequestError: the upload may have been carried out, or may be carried out later.

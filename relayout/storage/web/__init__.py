@@ -1,1 +1,1 @@
-"""Read-only stores: web servers, and the Hugging Face hub; and OCI registries."""
+"""Stores on the web: web servers and the Hugging Face hub, which are read-only, and OCI registries."""

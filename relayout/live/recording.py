@@ -1,9 +1,27 @@
-"""Notes where the slices that an engine is given come to lie in its memory, and what the engine makes of them there.
+"""Record which engine memory each slice of a checkpoint is copied to during a load.
 
-A dispatch mode sees every operation of torch between the start of a load and its end. A copy of a view of a slice into
-a parameter is kept as a view (`views.py`). What is otherwise done with a slice, or later with memory that has one
-(packed for kernels, quantized, joined), leaves no view: such slices are loaded again by the engine when they change,
-with all others of the same modules. Nothing is known about architectures. Needs torch at import time.
+**Problem.** An update of a live engine should change only the bytes that differ. That requires, for each slice, the
+elements of engine memory that hold it. Engines copy, join, transpose, pack and quantize weights in model-specific code,
+which relayout neither imports nor imitates.
+
+**Idea.** `Recording` is a torch dispatch mode, active from the first slice to the end of the engine's post-processing.
+It sees every torch operation of the thread. A copy of a view of a slice into a parameter is kept as a `View`
+(`views.py`). Any other operation on a slice, or later on memory that holds one, leaves no view. Such a slice is marked
+as lost. When it changes, the engine itself loads it again, together with all other slices of the same modules. No
+knowledge of architectures is needed.
+
+**Invariants.**
+- A slice is in `Recorded.views` only if every use of it was a plain copy, and no other write overlapped the copies.
+- Every other slice that the engine used is in `Recorded.reloaded`, with the modules that received it, or with no module
+  if these are not known.
+- Storages are identified by number (`_cdata`). A weak reference is held, so that no other storage gets the same number.
+- Operations of relayout itself run under `inspection()` and are not recorded.
+
+**What can go wrong.** Code that bypasses torch's dispatcher writes unseen. Therefore `_seen_around` intercepts calls
+that hand out addresses and calls of custom operators, and `_without_threads` runs work for thread pools in the recorded
+thread. If another thread is started (`has_unseen`), no slice gets a view, and every update is a full reload. A missed
+write would corrupt an update, so every doubtful case is recorded as lost. Writes after the load are the subject of
+`LiveWeights.check` (`staging.py`). Needs torch at import time.
 """
 
 from __future__ import annotations
@@ -33,36 +51,35 @@ from relayout.engines.unwritten import inspection, is_inspecting
 from relayout.live.views import View, view_of
 
 _UNREAD = SHAPED | {aten.view.dtype}
-"""Operations that read no element, beside those that return views of the same dtype."""
+"""Operations that read no element, in addition to those that return views of the same dtype."""
 _COPY = aten.copy_.default
 _WIDTHS = (1, 2, 4, 8)
-"""Bytes of an element that can be changed by its bits."""
+"""Element sizes in bytes that can be changed by XOR."""
 _KINDS = (OpOverload, OpOverloadPacket)
 _CALL = OpOverload.__call__
 _ADDRESSES = ("data_ptr", "numpy", "__dlpack__", "__array__")
-"""What hands memory to code that torch's dispatcher does not see."""
+"""Methods that hand memory to code that torch's dispatcher does not see."""
 
 
 @dataclass(frozen=True, slots=True)
 class Recorded:
-    """Where the slices of a rank lie in an engine."""
+    """The locations of a rank's slices in an engine."""
 
     views: Mapping[str, tuple[View, ...]]
-    """All places of each slice that lies in parameters as it is, and in nothing else."""
+    """All copies of each slice that lies unchanged in parameters, and in no other form."""
     reloaded: Mapping[str, frozenset[str]]
-    """The names of the modules that have something of each other slice that the engine has used. None are named if it
-    is not known which."""
+    """The names of the modules that use each other slice given to the engine. Empty if the modules are not known."""
     memories: Mapping[int, StorageWeakRef]
-    """The memory of views, by its number."""
+    """The storage that views refer to, by its number."""
     fixed: frozenset[str] = frozenset()
-    """The names of modules that the engine's own way to load again would leave as they are, or in part."""
+    """The names of modules that the engine's own reload would skip, or load only in part."""
     modules: Mapping[str, ReferenceType[torch.nn.Module]] = field(default_factory=dict)
-    """The modules of these names at the end of the load. An engine may put wrappers in their places, as for LoRA."""
+    """The modules at the end of the load, by name. An engine may later replace them by wrappers, as for LoRA."""
 
     def modules_of(self, changed: Collection[str]) -> frozenset[str] | None:
-        """The modules that must be loaded again if these slices change; None: all.
+        """Return the modules to load again if these slices change; None: all modules.
 
-        A slice that is given to the engine reaches all modules that have something of it, so these are taken, too.
+        A slice that is given to the engine again reaches every module that uses it, so these modules are included.
         """
         modules: set[str] = set()
         wanted = [self.reloaded[name] for name in changed if name in self.reloaded]
@@ -74,35 +91,35 @@ class Recorded:
         return frozenset(modules)
 
     def slices_of(self, modules: frozenset[str] | None) -> frozenset[str]:
-        """The slices that the engine must be given to load these modules again."""
+        """Return the slices that the engine needs to load these modules again."""
         if modules is None:
             return frozenset((*self.views, *self.reloaded))
         return frozenset(name for name, of in self.reloaded.items() if not modules.isdisjoint(of))
 
 
 class _Source(NamedTuple):
-    """A slice in memory."""
+    """A slice and its location in one storage."""
 
     name: str
     start: int
-    """Where it begins, in bytes."""
+    """Offset of its first byte."""
     end: int
     itemsize: int
 
 
 class _Sources:
-    """The slices in one memory, ascending. No object is kept for each, which would be looked at for garbage."""
+    """The slices in one storage, ascending. Kept as lists of numbers: objects would slow down garbage collection."""
 
     def __init__(self, ref: StorageWeakRef) -> None:
         self._ref = ref
-        """While this lives, no other memory gets its number."""
+        """Keeps the storage's number from being reused."""
         self._starts: list[int] = []
         self._ends: list[int] = []
         self._names: list[str] = []
         self._itemsizes: list[int] = []
 
     def add(self, source: _Source) -> None:
-        """Note a slice."""
+        """Add a slice."""
         at = bisect_right(self._starts, source.start)
         self._names.insert(at, source.name)
         self._starts.insert(at, source.start)
@@ -111,11 +128,11 @@ class _Sources:
 
     @property
     def names(self) -> Sequence[str]:
-        """Their names."""
+        """The names of the slices."""
         return self._names
 
     def within(self, tensor: torch.Tensor) -> list[_Source]:
-        """The slices of which a tensor in this memory has something."""
+        """Return the slices that share elements with a tensor in this storage."""
         first, end = (at * tensor.itemsize for at in _bounds(tensor))
         rows = range(max(bisect_right(self._starts, first) - 1, 0), bisect_left(self._starts, end))
         return [self._row(row) for row in rows if first < self._ends[row]]
@@ -126,24 +143,24 @@ class _Sources:
 
 @dataclass(slots=True)
 class _Memory:
-    """Memory that something was copied to."""
+    """A storage that was copied to."""
 
     ref: StorageWeakRef
-    """While this lives, no other memory gets its number."""
+    """Keeps the storage's number from being reused."""
     owners: set[str]
-    """The names of the modules that have it as a parameter or buffer, or had it."""
+    """The names of the modules that have it, or had it, as a parameter or buffer."""
     views: list[tuple[str, View]]
-    """What was copied there as it is."""
+    """Slices that were copied there unchanged."""
     loaders: set[CodeType]
     """The code that writes to it when the engine loads again; see `Recording`."""
     is_changed: bool = False
-    """Whether something was made of it, or something else was written to it."""
+    """True once the storage was transformed (packed, quantized) or overwritten by something other than a slice."""
     is_fixed: bool = False
-    """Whether something was copied there by other code."""
+    """True if code outside `loaders` copied to it."""
 
 
 class Recording(TorchDispatchMode):
-    """Records one load, from the first slice to what the engine does with the memory after the last. For one thread."""
+    """Records one load, from the first slice to the engine's post-processing after the last. For one thread."""
 
     def __init__(
         self, model: torch.nn.Module, loader_of: Callable[[torch.Tensor], CodeType | None] | None = None
@@ -151,24 +168,25 @@ class Recording(TorchDispatchMode):
         """Begin to record.
 
         Args:
-            loader_of: the code that fills a parameter when the engine loads again, by which it must have been filled
-                now, too; None: whatever fills it will do so again.
+            loader_of: returns the code that fills a parameter when the engine loads again. The same code must have
+                filled it in this load. None: the code that fills a parameter now is assumed to do so again.
         """
         super().__init__()  # type: ignore[no-untyped-call]
         self._model, self._loader_of = model, loader_of
         self._sources: dict[int, _Sources] = {}
-        """The slices in each memory, by its number."""
+        """The slices in each storage, by its number."""
         self._memories: dict[int, _Memory] = {}
         self._lost: defaultdict[str, set[int]] = defaultdict(set)
-        """Slices of which something was made that is no view, and the memories that were written to after that."""
+        """Slices that were transformed instead of copied, mapped to the storages that received the result."""
         self._current: str | None = None
-        """The slice that the engine was given last: what it writes without a view is of that."""
+        """The slice most recently yielded to the engine. Writes of unknown origin are attributed to it."""
         self.has_unseen = False
-        """Whether another thread may have written weights, or a parameter was loaded with what is made of others."""
+        """True if another thread may have written weights, or a parameter was loaded with values computed from others.
+        """
         self._around = ExitStack()
 
     def given(self, tensors: Iterable[tuple[str, torch.Tensor]]) -> Iterator[tuple[str, torch.Tensor]]:
-        """Note what is given to the engine: whole tensors and global tensors."""
+        """Yield the tensors given to the engine (whole tensors and global tensors), and note each."""
         left = iter(tensors)
         while (one := self._next(left)) is not None:
             self._current = one[0]
@@ -176,7 +194,7 @@ class Recording(TorchDispatchMode):
         self._current = None
 
     def _next(self, left: Iterator[tuple[str, torch.Tensor]]) -> tuple[str, torch.Tensor] | None:
-        """The next tensor, which is made without being seen; None: there is no other."""
+        """Return the next tensor, produced without being recorded; None: none is left."""
         is_inmost = _get_current_dispatch_mode() is self
         if is_inmost:  # Each operation that torch's dispatcher need not show saves some microseconds.
             _pop_mode()
@@ -190,7 +208,7 @@ class Recording(TorchDispatchMode):
                 _push_mode(self)
 
     def _note(self, name: str, tensor: torch.Tensor) -> None:
-        """Note where a slice is."""
+        """Note the location of a slice."""
         local = tensor._memory.local if isinstance(tensor, GlobalTensor) else tensor
         if local.numel():
             assert local.is_contiguous()
@@ -221,9 +239,9 @@ class Recording(TorchDispatchMode):
         return _CALL(func, *args, **(kwargs or {}))
 
     def touched(self, tensor: torch.Tensor) -> None:
-        """Note that something is made of a tensor, or written to it, that is no copy of a slice."""
+        """Note that a tensor is read or written by an operation other than a copy of a slice."""
         for name in self._names_in(tensor):
-            self._lost[name]  # Something that nobody knows has parts of it.
+            self._lost[name]  # Creates the entry: an unknown result depends on this slice.
         if isinstance(tensor, GlobalTensor) or tensor.layout is not torch.strided or tensor.is_meta:
             return
         memory = self._memories.get(_number(tensor))
@@ -235,7 +253,7 @@ class Recording(TorchDispatchMode):
             memory.is_changed = True
 
     def finish(self) -> Recorded:
-        """What was recorded. The load is over, and the engine has made of the weights what it computes with."""
+        """Return the recorded locations. Call after the load, including the engine's post-processing."""
         if self.has_unseen:
             given = {name for sources in self._sources.values() for name in sources.names}
             return Recorded({}, dict.fromkeys(sorted(given), frozenset()), {})
@@ -266,7 +284,7 @@ class Recording(TorchDispatchMode):
 
     def _copied(self, target: torch.Tensor, source: torch.Tensor) -> None:
         """Note a copy."""
-        if target.is_meta or _is_same(target, source):  # The engine counts what it would load; or nothing changes.
+        if target.is_meta or _is_same(target, source):  # The engine counts elements to load, or nothing changes.
             return
         slices = self._slices_in(source)
         names = [one.name for one in slices] or self._names_in(source)
@@ -278,11 +296,11 @@ class Recording(TorchDispatchMode):
         if self._loader_of is not None and memory.owners and self._current is not None:
             memory.is_fixed |= not _is_called(memory.loaders)
         if self._loader_of is not None and memory.owners and self._current is None and not names:
-            # Behind the last slice: a reranker's score, which is made of rows of lm_head.
+            # After the last slice: for example a reranker's score, which is computed from rows of lm_head.
             self.has_unseen |= _is_called(memory.loaders)
         if len(slices) == 1 and (view := _view(target, source, slices[0])) is not None:
             memory.views.append((names[0], view))
-            if names[0] in self._lost:  # It was changed where it came in.
+            if names[0] in self._lost:  # It was changed in the storage that it arrived in.
                 self._follow(names, memory)
             return
         if self._current is not None and not names:
@@ -293,15 +311,15 @@ class Recording(TorchDispatchMode):
         self._follow(names, memory)
 
     def _follow(self, names: Iterable[str], memory: _Memory) -> None:
-        """Note that memory has something of slices, of which nobody knows what."""
+        """Mark a storage as holding an unknown function of these slices."""
         for name in names:
             self._lost[name].add(memory.ref.cdata)
         memory.is_changed = True
 
     def _names_in(self, tensor: torch.Tensor) -> list[str]:
-        """The slices that a tensor has something of, if it is in the memory that these came in."""
+        """Return the slices that share elements with a tensor, if it lies in a storage that slices arrived in."""
         if isinstance(tensor, GlobalTensor):
-            name = getattr(tensor._memory, "name", None)  # What is rearranged was noted when that was done.
+            name = getattr(tensor._memory, "name", None)  # Rearranged tensors were noted when they were rearranged.
             return [] if name is None else [name]
         return [one.name for one in self._slices_in(tensor)]
 
@@ -312,16 +330,16 @@ class Recording(TorchDispatchMode):
         return () if sources is None else sources.within(tensor)
 
     def _memory(self, tensor: torch.Tensor) -> _Memory:
-        """What is known of a tensor's memory."""
+        """Return the record of a tensor's storage; create it if needed."""
         known = self._memories.get(_number(tensor))
         if known is None:
             ref = _ref(tensor)
             known = self._memories[ref.cdata] = _Memory(ref, set(), [], set())
-            self._find_owners()  # Some loaders make parameters.
+            self._find_owners()  # Some loaders create parameters.
         return known
 
     def _find_owners(self) -> set[int]:
-        """Note which modules have what memory; return all that the model has."""
+        """Note which modules own which storage; return the numbers of all storages of the model."""
         there = set()
         for module, tensor in _tensors(self._model):
             if tensor.layout is torch.strided and not tensor.is_meta and tensor.numel():
@@ -335,7 +353,7 @@ class Recording(TorchDispatchMode):
         return there
 
     def _find_adopted(self) -> None:
-        """Note slices that were not copied, but have become parameters."""
+        """Note slices that became parameters without a copy."""
         for _, tensor in _tensors(self._model):
             for one in self._slices_in(tensor):
                 memory = self._memories[_number(tensor)]
@@ -352,11 +370,11 @@ class Recording(TorchDispatchMode):
 
 @contextmanager
 def _seen_around(recording: Recording) -> Iterator[None]:
-    """Note each tensor that this thread hands to code which torch's dispatch modes do not see.
+    """Note each tensor that this thread hands to code that torch's dispatch modes do not see.
 
-    That is who asks for an address of memory, and operations of others that torch takes for compositions of its own: it
-    calls their code at once. A mode of torch's functions would see this, too, and would make all that the engine asks
-    of tensors slower.
+    This covers methods that return an address of memory, and custom operators that torch treats as compositions: torch
+    calls the code of these at once. A torch function mode would see both, but would slow down every tensor operation of
+    the engine.
     """
     thread = get_ident()
 
@@ -393,10 +411,10 @@ def _seen_around(recording: Recording) -> Iterator[None]:
 
 @contextmanager
 def _without_threads(recording: Recording) -> Iterator[None]:
-    """Let this thread do itself what it would give to a pool of threads, as SGLang's loaders of experts do.
+    """Run work in this thread that it would submit to a thread pool, as SGLang's loaders of experts do.
 
-    No mode sees other threads. Where one is started otherwise, nothing is known; but for a daemon: the process may end
-    in the middle of it, so nothing that must be done is left to one.
+    A dispatch mode does not see other threads. A thread that is started in another way sets `has_unseen`. Daemon
+    threads are exempt: the process may end while they run, so required work is not left to them.
     """
     thread = get_ident()
 
@@ -429,7 +447,7 @@ def _without_threads(recording: Recording) -> Iterator[None]:
 
 @contextmanager
 def _replaced(owner: type, name: str, wrapped: Callable[[Callable[..., Any]], Callable[..., Any]]) -> Iterator[None]:
-    """Put something around a method, until the block ends."""
+    """Wrap a method until the block ends."""
     is_own, before = name in vars(owner), getattr(owner, name)
     setattr(owner, name, wrapped(before))
     try:
@@ -440,13 +458,13 @@ def _replaced(owner: type, name: str, wrapped: Callable[[Callable[..., Any]], Ca
 
 @cache
 def _is_of_torch(operation: Any) -> bool:
-    """Whether an operation is one of torch's own, which dispatch modes see, or all that it is made of."""
+    """Return True if an operation belongs to torch: dispatch modes see it, or the operations it is composed of."""
     name = operation._schema.name if isinstance(operation, OpOverload) else operation._qualified_op_name
     return str(name).partition("::")[0] in ("aten", "prim", "prims")
 
 
 def _tensors(model: torch.nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
-    """The parameters and buffers of each module, with the module's name: one that several share comes for each."""
+    """Yield each module's name with its parameters and buffers. A shared tensor is yielded once per module."""
     for name, module in model.named_modules(remove_duplicate=False):
         for tensor in (*module._parameters.values(), *module._buffers.values()):
             if tensor is not None and not isinstance(tensor, GlobalTensor):
@@ -454,7 +472,7 @@ def _tensors(model: torch.nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
 
 
 def _is_called(codes: Collection[CodeType]) -> bool:
-    """Whether some code is being carried out: whether it has called this function, directly or not."""
+    """Return True if some of this code is on the call stack of this function."""
     frame: FrameType | None = sys._getframe(1)
     while frame is not None:
         if frame.f_code in codes:
@@ -464,7 +482,7 @@ def _is_called(codes: Collection[CodeType]) -> bool:
 
 
 def _view(target: torch.Tensor, source: torch.Tensor, slice_: _Source) -> View | None:
-    """How a view of a slice is copied; None: not element by element."""
+    """Return the view that a copy makes of a slice; None: the copy is not element by element."""
     itemsize = source.itemsize
     if source.dtype != target.dtype or source.numel() != target.numel():
         return None
@@ -478,7 +496,7 @@ def _view(target: torch.Tensor, source: torch.Tensor, slice_: _Source) -> View |
 
 @cache
 def _reads_nothing(func: Any) -> bool:
-    """Whether an operation neither reads nor writes an element."""
+    """Return True if an operation neither reads nor writes an element."""
     return is_view(func) or func in _UNREAD
 
 
@@ -487,7 +505,7 @@ def _number(tensor: torch.Tensor) -> int:
 
 
 def _is_same(target: torch.Tensor, source: torch.Tensor) -> bool:
-    """Whether a copy is from the same elements of the same memory."""
+    """Return True if a copy is from and to the same elements of one storage."""
     if GlobalTensor in (type(target), type(source)) or not target.layout == source.layout == torch.strided:
         return False
     if source.is_meta or _number(source) != _number(target):
@@ -500,7 +518,7 @@ def _ref(tensor: torch.Tensor) -> StorageWeakRef:
 
 
 def _bounds(tensor: torch.Tensor) -> tuple[int, int]:
-    """Where the first element of a tensor lies in its memory, and what is behind its last one."""
+    """Return the indices of a tensor's first element in its storage and of the end after its last."""
     size, steps, offset = geometry_of(tensor)
     if tensor.is_contiguous():
         return offset, offset + tensor.numel()
@@ -508,13 +526,13 @@ def _bounds(tensor: torch.Tensor) -> tuple[int, int]:
 
 
 def _overlaps(memory: _Memory, tensor: torch.Tensor) -> bool:
-    """Whether a tensor may have elements that were copied to its memory: that is not so for padding."""
+    """Return True if a tensor may contain elements that were copied to its storage. False for padding."""
     first, end = _bounds(tensor)
     return any(first < view.target_end and view.target < end for _, view in memory.views)
 
 
 def _share_places(views: Sequence[View]) -> bool:
-    """Whether two views have a place of the memory in common: what was copied there first is no longer there."""
+    """Return True if two views share an element of the storage: the second copy has overwritten the first."""
     in_order = sorted(views, key=lambda view: view.target)
     end, is_doubtful = 0, False
     for view in in_order:

@@ -1,11 +1,12 @@
 """Weights that change in a live SGLang, by its own `POST /update_weights_from_disk`.
 
-The path of the request is a converted folder, a delta for what the engine has, or a root of steps, of which the newest
-is taken, or with `ROOT#12` step 12. SGLang asks each rank by itself, and tells only what the first one answers. So all
-ranks first read and prove what they are to load; if one fails after that, all load again what they had.
+The path of the request is a converted folder, a delta for the engine's current weights, or a step repository. A
+repository means its newest step; `ROOT#12` means step 12. SGLang runs the request on each rank separately, and returns
+only the first rank's answer. Therefore all ranks first read and verify their new weights. If one fails after that, all
+load their previous weights again.
 
-Four hooks: around the request, the load that SGLang makes of it, what this load reads, and what it does to weights
-before.
+Four hooks: around the request, the load that SGLang starts for it, the tensors that this load reads, and the
+preparation of the old weights before it.
 """
 
 from __future__ import annotations
@@ -55,7 +56,7 @@ Sources: TypeAlias = tuple[str, tuple[str, ...]]
 _UPDATER = "sglang.srt.model_executor.model_runner_components.weight_updater"
 _Original: TypeAlias = Callable[..., tuple[bool, str]]
 _HELD_NBYTES = 4 * 2**30
-"""The most memory for what changes where it lies; what takes more is read, and proven, again when it is changed."""
+"""The most bytes of changes held in memory. Larger changes are verified first, and read again when they are applied."""
 
 
 def register() -> None:
@@ -64,7 +65,7 @@ def register() -> None:
 
 
 def _hooks() -> list[Hook]:
-    """Return the hooks of a start, and those of updates where this SGLang has updates in the place known here."""
+    """Return the hooks of a start, and those of updates if this SGLang has its update code in the known module."""
     reading, *others = sglang.load_hooks()
     try:
         updater = import_module(_UPDATER)
@@ -85,17 +86,17 @@ class Update:
     """New weights for a model, for which SGLang calls its own loader once more."""
 
     place: WeightsPlace
-    """Where SGLang says that they are."""
+    """The location that the request names."""
     weights: RankWeights | None
-    """Verified weights to load in place of those. None: those at the place."""
+    """Verified weights to load instead of `place`. None: load `place` itself."""
     staged: Staged | None = None
-    """Changes to make in memory, in place of a load."""
+    """Changes to apply in memory instead of a load."""
     error: Exception | None = None
-    """The exception that such a change has raised. SGLang retries the same update."""
+    """The exception that the in-memory change raised. SGLang retries the same update."""
     is_whole: bool = True
-    """Whether the model takes all of it."""
+    """True if the model takes all of the weights."""
     has_begun: bool = False
-    """Whether SGLang has asked for tensors, and may have changed something."""
+    """True once SGLang has requested tensors, and may have changed the model."""
 
 
 @dataclass(slots=True)
@@ -103,13 +104,13 @@ class LiveModel:
     """A model of SGLang whose weights may change."""
 
     weights: LiveWeights | None = None
-    """Its weights in memory, if they were recorded."""
+    """Its weights in memory, if the load was recorded."""
     has: Sources | None = None
-    """Its weights since the last update. None: those that SGLang's configuration names."""
+    """The source of its weights since the last update. None: the source that SGLang's configuration names."""
     update: Update | None = None
     """The update that SGLang is loading."""
     is_mixed: bool = False
-    """Whether an update has begun and has not ended: some weights are new, others old, others missing."""
+    """True from the start of an update to its success: some weights are new, others old, others missing."""
 
 
 LIVE: ByModel[LiveModel] = ByModel()
@@ -119,7 +120,7 @@ LIVE: ByModel[LiveModel] = ByModel()
 def weights_iterator(
     original: Callable[..., Iterator[Any]], loader: Any, source: Any, **settings: Any
 ) -> Iterator[Any]:
-    """Hook around `DefaultModelLoader._get_weights_iterator`: an update reads what was verified for it."""
+    """Hook around `DefaultModelLoader._get_weights_iterator`: an update reads the weights that were verified for it."""
     live, known = LIVE.of(source.model_config), MODELS.of(source.model_config)
     update = None if live is None else live.update
     if update is None or known is None:
@@ -135,10 +136,10 @@ def update_weights(
 ) -> tuple[bool, str]:
     """Hook around `WeightUpdater.update_weights_from_disk`: all ranks have new weights after it, or none.
 
-    What SGLang reads itself, for a model that it has loaded itself, is its own.
+    A plain checkpoint, for a model that SGLang has loaded itself, is left to SGLang.
     """
     request = _Request(original, updater, str(load_format).lower() == FORMAT, (load_format, *args), named)
-    if "weight_name_filter" in named:  # SGLang reads again what a rank has lost of the weights that it has.
+    if "weight_name_filter" in named:  # SGLang reads again the weights that a rank has lost.
         return request.load(model_path, replace(request.again(), is_whole=False))
     try:
         return request.change(model_path)
@@ -147,9 +148,9 @@ def update_weights(
 
 
 def process_weights(original: Callable[..., None], model: Any, weights: Iterable[Any], target_device: Any) -> None:
-    """Hook around `DefaultModelLoader.load_weights_and_postprocess`: what was staged changes where it lies.
+    """Hook around `DefaultModelLoader.load_weights_and_postprocess`: apply staged changes in memory.
 
-    With the option `live` a load is recorded, so that this can be.
+    With the option `live`, a load is recorded, which later updates in memory need.
     """
     known = MODELS.of(model)
     if known is None:
@@ -164,7 +165,7 @@ def process_weights(original: Callable[..., None], model: Any, weights: Iterable
     live.weights = None
     if update is not None:
         is_followed = update.is_whole and update.weights is not None
-    else:  # What is not marked SGLang loads itself, or it is a draft model, which shares memory with another.
+    else:  # SGLang loads an unmarked model itself, or it is a draft model, which shares memory with another.
         is_followed = known.marks is not None and known.place is not None and known.place.manifest is not None
     if not (known.options.live and is_followed):
         original(model, weights, target_device)
@@ -190,14 +191,14 @@ def process_weights(original: Callable[..., None], model: Any, weights: Iterable
 
 
 def restore_weights(original: Callable[..., None], model: Any, target_device: Any) -> None:
-    """Hook around `DefaultModelLoader.restore_weights_before_loading`: what changes where it lies is not unpacked."""
+    """Hook around `DefaultModelLoader.restore_weights_before_loading`: skip unpacking if changes apply in memory."""
     live = LIVE.of(model)
     if live is None or live.update is None or live.update.staged is None:
         original(model, target_device)
 
 
 def _commit(live: LiveWeights, update: Update, staged: Staged, model: Any) -> None:
-    """Change weights where they lie."""
+    """Apply staged changes in memory."""
     if update.error is not None:
         raise update.error
     try:
@@ -216,14 +217,14 @@ def _loaded_again(*_: object) -> None:
 
 @dataclass(frozen=True, slots=True)
 class _New:
-    """What a model is to have."""
+    """The weights that a model is to have after an update."""
 
     update: Update
     shapes: Shapes | None
     content: Sources | None
-    """Its converted folder and deltas; None: what is at the place is plain."""
+    """Their converted folder and deltas; None: the checkpoint is plain."""
     says: str = ""
-    """What it is, for the answer."""
+    """A description for the answer."""
 
 
 class _Request:
@@ -241,11 +242,11 @@ class _Request:
         MODELS.remember(self._known, self._model, self._config)
         LIVE.remember(self._live, self._model, self._config)
         self._group: Group | None = None
-        """The ranks that change together; None: there is one, or it is SGLang's own affair."""
+        """The ranks that change together; None: there is one rank, or SGLang handles the update alone."""
 
     @property
     def _has(self) -> Sources:
-        """What the model has."""
+        """The source of the model's current weights."""
         return self._live.has or (self._url(self._had_path), ())
 
     def _url(self, path: str) -> str:
@@ -255,7 +256,7 @@ class _Request:
         return WeightsPlace(self._url(path), self._is_asked_for)
 
     def change(self, path: str) -> tuple[bool, str]:
-        """Let the model have what is at a path."""
+        """Load the weights at a path into the model, on all ranks or none."""
         place, known, live = self._place(path), self._known, self._live
         place.check_policy()
         if not (_is_root_or_delta(place) or place.is_ours) and known.shapes is None:
@@ -275,14 +276,14 @@ class _Request:
         return self.refused(path, failed[0])
 
     def _own(self, path: str, place: WeightsPlace) -> tuple[bool, str]:
-        """Let SGLang read what it has always read itself."""
+        """Let SGLang read a checkpoint without relayout."""
         done, answer = self.load(path, Update(place, None))
         if not done:
             self._config.model_path = self._had_path
         return done, answer
 
     def load(self, path: str, update: Update) -> tuple[bool, str]:
-        """Let SGLang load, and answer. May raise anything."""
+        """Let SGLang load, and return its answer. May raise any exception."""
         self._live.update = update
         try:
             return self._original(path, *self._args, **self._named)
@@ -290,9 +291,9 @@ class _Request:
             self._live.update = self._known.place = None
 
     def _attempt(self, path: str, update: Update | None) -> tuple[bool, str]:
-        """Let SGLang load a path, or what it had there if there is no update; whatever this fails by is the answer.
+        """Let SGLang load an update, or the current weights if there is none; return an error as the answer.
 
-        The other ranks must be told, and all go back.
+        An exception must not leave this rank: the other ranks need its outcome, to restore their weights too.
         """
         try:
             return self.load(path, self.again() if update is None else update)
@@ -300,25 +301,25 @@ class _Request:
             return False, str(error) if isinstance(error, RelayoutError | OSError) else repr(error)
 
     def _go_back(self) -> bool:
-        """Load what the model had before."""
+        """Load the model's previous weights."""
         done, answer = self._attempt(self._had_path, None)
         if not done:
             LOGGER.error("relayout: %s cannot be loaded again: %s", self._had_path, answer)
         return done
 
     def again(self) -> Update:
-        """What the model has, to be loaded once more."""
+        """Return an update that loads the current weights once more."""
         path, deltas = self._has
         place = WeightsPlace(path, self._is_asked_for)
         is_converted = self._live.has is not None or (place.is_ours and place.manifest is not None)
         return Update(self._place(self._had_path), self._open(place, deltas) if is_converted else None)
 
     def _open(self, place: WeightsPlace, deltas: Sequence[str]) -> RankWeights:
-        """What deltas make of a converted folder."""
+        """Open the weights of a converted folder with deltas applied."""
         return open_converted(place, deltas, self._known.options, engine_rank(self._config))
 
     def _proven(self, path: str, place: WeightsPlace) -> _New:
-        """What is at a path, read and compared with its digests by all ranks."""
+        """Read and verify the weights at a path, on all ranks."""
 
         def prove(step: PublishedStep | None) -> _New:
             with self._collective():
@@ -331,7 +332,7 @@ class _Request:
         return new
 
     def _agreed_step(self, path: str) -> PublishedStep | None:
-        """The newest step of a root that all ranks see, or the one that the path names; None: it is no root."""
+        """Return the newest step that all ranks see, or the step in the path; None: the path is not a repository."""
         with self._collective():
             root, number = _root_of(path)
             index = _index_of(self._url(root))
@@ -368,7 +369,7 @@ class _Request:
         return _New(Update(place, weights), shapes, content, f" relayout: content {digest}{number}")
 
     def _staged(self, path: str, place: WeightsPlace, step: PublishedStep | None) -> Staged | None:
-        """Stage an update in memory. None: SGLang must load all of the model again, or a part of it."""
+        """Stage an update in memory. None: SGLang must load all or part of the model again."""
         from relayout.loader.requests import MAX_IN_FLIGHT, plan_budget
 
         live = self._live.weights
@@ -376,7 +377,7 @@ class _Request:
             return None
         try:
             live.check(self._model)
-        except PlanError:  # SGLang has put something elsewhere.
+        except PlanError:  # SGLang has moved a parameter.
             return None
         if (has := live.content) is None:
             return None
@@ -386,7 +387,7 @@ class _Request:
         return None if staged.modules is None or staged.modules else staged
 
     def _content(self, path: str, place: WeightsPlace, step: PublishedStep | None) -> Sources | None:
-        """The folder and the deltas that a path means; None: it is plain."""
+        """Return the folder and the deltas that a path stands for; None: the checkpoint is plain."""
         if step is not None:
             full, *others = _chain_of(self._url(_root_of(path)[0]), step, None)
             return full, tuple(others)
@@ -402,11 +403,11 @@ class _Request:
         return nullcontext() if self._group is None else self._group.collective()
 
     def _all_of(self, value: Value) -> list[Value]:
-        """The value of each rank that changes together with this one."""
+        """Return the value of each rank that changes together with this one."""
         return [value] if self._group is None else self._group.all_gather(value)
 
     def refused(self, path: str, reason: object) -> tuple[bool, str]:
-        """The answer to an update that was not made."""
+        """Return the answer to an update that failed."""
         self._config.model_path = self._had_path
         is_mixed = self._live.is_mixed
         state = "its weights are a mixture now: update them again, or start it again" if is_mixed else "keeps them"
@@ -415,7 +416,7 @@ class _Request:
 
 
 def _is_root_or_delta(place: WeightsPlace) -> bool:
-    """Whether there are steps, or a delta, which SGLang itself cannot read. The policy was asked."""
+    """Return True if a place has steps, or a delta, which SGLang itself cannot read. Call after the policy check."""
     if scheme_of(place.source) is None and not Path(_root_of(place.source)[0]).is_dir():
         return False
     return _index_of(_root_of(place.source)[0]) is not None or _is_delta(place.source)
@@ -428,13 +429,13 @@ def _is_delta(url: str) -> bool:
 
 
 def _root_of(path: str) -> tuple[str, int | None]:
-    """A root of steps, and the number of the step that is named behind it."""
+    """Return a step repository and the step number after `#`, if the path has one."""
     root, _, number = path.rpartition("#")
     return (root, int(number)) if root and number.isascii() and number.isdecimal() else (path, None)
 
 
 def _chain_of(root: str, step: PublishedStep, have: str | None) -> list[str]:
-    """What leads to a step of a root: deltas for what is there already, or a folder and deltas."""
+    """Return the chain to a step: deltas for the content that the model has, or a folder and deltas."""
     index = _index_of(root)
     chain = None if index is None else index.chain(have=have, step=step.content)
     if chain is None:
@@ -443,13 +444,13 @@ def _chain_of(root: str, step: PublishedStep, have: str | None) -> list[str]:
 
 
 def _real(root: str, name: str) -> str:
-    """Where a folder or a delta of a root is: a root may have links to them, and be gone before they are."""
+    """Return the real path of a repository's folder or delta: a link in the repository may be removed earlier."""
     path = f"{root}/{name}"
     return path if scheme_of(root) else os.path.realpath(path)
 
 
 def _index_of(url: str) -> StepsIndex | None:
-    """The index of a root of steps; None: it is none."""
+    """Return the index of a step repository; None: the URL is not one."""
     return None if scheme_of(url) == "hf" else steps_at(url)
 
 
@@ -460,7 +461,7 @@ def _is_in_stages() -> bool:
 
 
 def _group() -> Group | None:
-    """The ranks that SGLang lets change their weights at the same time: those of a stage. None: there is one."""
+    """Return the ranks of this pipeline stage, which SGLang updates at the same time. None: there is one rank."""
     from sglang.srt.runtime_context import get_parallel
 
     from relayout.loader.group.collectives import Group

@@ -1,8 +1,28 @@
-"""The weights of one worker of a live engine: new ones are staged while it serves, committed in a pause, and proven.
+"""The weights of one worker of a live engine: staged while it serves, committed in a pause, verified on request.
 
-Staging reads and proves everything. What changes in a slice that lies in parameters as it is (`recording.py`) is held
-as places in their memory and bits that flip there; a commit takes time for these alone. Other slices are held whole,
-and go through the engine's own way to load again, with all of their modules. Needs torch at import time.
+**Problem.** A serving engine can pause only briefly, but new weights must be read, decompressed and verified. All
+workers must change or none, and a failed change leaves a mixture of old and new weights.
+
+**Idea.** An update has two phases. `LiveWeights.stage` runs while the engine serves. It reads and verifies all new
+bytes and holds the changes in host memory, up to a limit. `LiveWeights.commit` runs in a pause and only applies them. A
+slice that lies unchanged in parameters (`recording.py`) is held as indices and XOR masks of its changed elements
+(`Flips`). The commit then takes time proportional to the changed elements. Other slices are held whole and pass through
+the engine's own reload, with all slices of the same modules. Changes over the memory limit are verified now and read
+again in the commit.
+
+**Invariants.**
+- `stage` does not write to engine memory. Any error in it leaves the engine unchanged.
+- XOR masks apply only to the weights that they were computed from. `Staged.base` is the digest of these weights, and
+  `check_base` compares it before the first commit.
+- `content` is None whenever the weights are not known: during a commit, after a failed one, and after a reload by
+  others.
+- The flips of one update have no element in common, so threads may apply them in any order.
+
+**What can go wrong.** Between two updates an engine may free or move its memory (sleep modes), or receive weights in
+another way. `check` therefore compares storages and sampled elements before a commit; `attest` compares the digests of
+whole slices. A store may become unreadable before changes over the limit are read again. The engine's own reload may
+fail or skip a module, so `rehearse` runs it without writing. An error in `commit` leaves a mixture, and the caller must
+stop the engine or load it again. Needs torch at import time.
 """
 
 from __future__ import annotations
@@ -47,39 +67,39 @@ if TYPE_CHECKING:
 Modules: TypeAlias = Sequence[torch.nn.Module] | None
 """Modules of an engine's model; None: all."""
 Reload: TypeAlias = Callable[[Modules, Iterator[tuple[str, torch.Tensor]]], None]
-"""The engine's own way to load modules again, from all tensors that these have."""
+"""The engine's own way to load modules again, from all tensors of these modules."""
 
 _NUMBERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 _PIECE_NBYTES = 8 * 2**20
-"""Bytes that are copied from a device at once to be compared."""
+"""Bytes that are copied from a device at once for comparison."""
 _NUM_SAMPLES = 64
-"""Elements of each memory that are compared to see whether somebody else has written there."""
+"""Elements of each storage that are compared to detect writes by others."""
 _AT_ONCE = 2**14
-"""Elements that are changed at once: what was read of memory is in the cache of a core when it is written."""
+"""Elements that are changed at once: few enough that the elements read are still in a core's cache when written."""
 _SHARE = 2**18
-"""Elements that a thread changes before it takes others."""
+"""Elements that one thread changes per task."""
 _TRAVELLING = 4 * 2**20
-"""Elements whose changes are in a device's memory at once, beside the weights: 72 MiB for those of two bytes."""
+"""Elements whose changes are in a device's memory at once, in addition to the weights: 72 MiB at two bytes each."""
 
 
 @dataclass(frozen=True, slots=True)
 class Content:
-    """Which weights an engine has."""
+    """The identity of the weights that an engine has."""
 
     path: str
-    """A converted folder, or its URL."""
+    """The path or URL of a converted folder."""
     deltas: tuple[str, ...]
-    """The deltas that were applied to it, in this order."""
+    """The deltas that were applied to the folder, in this order."""
     digest: str
-    """The digest of relayout.json of what they make."""
+    """The digest of relayout.json of the result."""
     columns: TensorColumns
-    """The rank's slices in it, without those of tensors that the engine takes whole."""
+    """The rank's slices, without those of tensors that the engine takes whole."""
     state: RankState | None
-    """What is known of these slices, for deltas; None: they are put together from those of other ranks."""
+    """The digests of these slices, for deltas; None: the slices are assembled from those of other ranks."""
 
     @staticmethod
     def of(weights: RankWeights) -> Content:
-        """What a rank's weights are of."""
+        """Return the content that a rank's weights belong to."""
         deltas, source = weights.deltas or (), weights.opened.source
         paths = tuple(map(str, [deltas] if isinstance(deltas, str | os.PathLike) else deltas))
         content = content_of(read_manifest_blob(source.store))
@@ -94,7 +114,7 @@ class Content:
 
     @property
     def digests(self) -> dict[str, str]:
-        """The digests of the slices; none, if they are put together from those of other ranks."""
+        """The digests of the slices, by name. Empty if the slices are assembled from those of other ranks."""
         return {} if self.state is None else self.state.by_name
 
     def check_same_layout(self, new: Content, source: str) -> None:
@@ -113,28 +133,28 @@ class Content:
 
 @dataclass(frozen=True, slots=True)
 class Flips:
-    """Elements of memory whose bits change: what an XOR of two versions of a slice is not zero in."""
+    """The non-zero elements of an XOR delta for one storage: indices and XOR masks."""
 
     memory: int
-    """The number of the memory."""
+    """The number of the storage."""
     places: npt.NDArray[np.integer]
-    """Which elements, counted from its start. None occurs twice."""
+    """The indices of the elements, counted from the start of the storage. None occurs twice."""
     bits: npt.NDArray[np.unsignedinteger]
-    """The XOR of each."""
+    """The XOR mask of each element."""
 
     @property
     def nbytes(self) -> int:
-        """Host memory that they take."""
+        """Bytes of host memory."""
         return self.places.nbytes + self.bits.nbytes
 
     def shares(self) -> Iterator[Flips]:
-        """What threads change at the same time."""
+        """Yield the parts that threads apply at the same time."""
         for first in range(0, len(self.bits), _SHARE):
             part = slice(first, first + _SHARE)
             yield replace(self, places=self.places[part], bits=self.bits[part])
 
     def apply(self, numbers: torch.Tensor) -> None:
-        """Change memory, given as numbers of the elements' width. Places and bits travel to a device in parts."""
+        """Apply the masks to a storage, given as integers of the elements' width. A device receives them in parts."""
         if numbers.device.type == "cpu":
             memory = numbers.numpy().view(self.bits.dtype)
             for first in range(0, len(self.bits), _AT_ONCE):
@@ -151,38 +171,38 @@ class Flips:
 
 @dataclass(frozen=True, slots=True, weakref_slot=True)
 class Staged:
-    """New weights for an engine, read and proven."""
+    """New weights for an engine, read and verified."""
 
     base: str | None
-    """The digest of relayout.json of what the engine must have for this; None: it may have anything."""
+    """The digest of relayout.json of the weights that the engine must have for this; None: any weights."""
     content: Content
-    """What the engine then has."""
+    """The content of the engine after the commit."""
     flips: Sequence[Flips]
-    """What changes in parameters, as far as it is held in memory."""
+    """The changes of parameters, as far as they are held in memory."""
     changes: RankChanges | None
-    """What deltas change; None: the new weights do not come by deltas."""
+    """The changes that deltas contain; None: the new weights do not come as deltas."""
     left: Sequence[PieceBatch]
-    """What is read of these again in the commit."""
+    """Batches of `changes` that exceeded the memory limit and are read again in the commit."""
     modules: frozenset[str] | None
-    """What the engine loads again; None: all."""
+    """The names of the modules that the engine loads again; None: all."""
     tensors: RankWeights | None
-    """The slices that are taken whole: those of these modules, or all."""
+    """The slices that are taken whole: those of `modules`, or all."""
     held: Sequence[tuple[str, torch.Tensor]] | None
-    """These, if they are held in memory; None: they are read again in the commit."""
+    """The slices of `tensors`, if they are held in memory; None: they are read again in the commit."""
 
     @property
     def nbytes(self) -> int:
-        """Host memory that this takes."""
+        """Bytes of host memory held."""
         return sum(one.nbytes for one in self.flips) + sum(tensor.nbytes for _, tensor in self.held or ())
 
     def pin(self, device: torch.device) -> bool:
-        """Pin what is held, from which a CUDA device is to copy; whether all of it is."""
+        """Pin the held memory for copies to a CUDA device; return True if all of it is pinned."""
         memory = [(array.ctypes.data, array.nbytes) for one in self.flips for array in (one.places, one.bits)]
         of_storage: defaultdict[int, list[torch.Tensor]] = defaultdict(list)
         for _, tensor in self.held or ():
             local = _local(tensor)
             of_storage[local.untyped_storage().data_ptr()].append(local)
-        for tensors in of_storage.values():  # CUDA refuses what is in part pinned already: neighbors share pages.
+        for tensors in of_storage.values():  # CUDA refuses memory that is partly pinned already: neighbors share pages.
             start = min(tensor.data_ptr() for tensor in tensors)
             memory.append((start, max(tensor.data_ptr() + tensor.nbytes for tensor in tensors) - start))
         return pin(self, memory, device)
@@ -197,38 +217,39 @@ class Staged:
 
 @dataclass(frozen=True, slots=True)
 class Attested:
-    """What a worker's parameters were proven to have."""
+    """The result of comparing a worker's parameters with digests."""
 
     content: str
-    """The digest of relayout.json of what it has."""
+    """The digest of relayout.json of the worker's weights."""
     proven: int
     """Number of slices whose elements in the parameters have the slice's digest."""
     unproven: tuple[str, ...]
-    """Slices that the engine has made something else of, or whose digest is not known."""
+    """Slices that the engine has transformed, or whose digest is not known."""
     difference: str | None
-    """The first slice that differs; None: none does."""
+    """The first slice that differs; None: no slice differs."""
 
 
 class LiveWeights:
-    """The weights that one worker of an engine has. One thread may stage at a time; nothing else runs in a commit."""
+    """The weights of one worker of an engine. One thread may stage at a time; nothing else runs during a commit."""
 
     def __init__(self, recorded: Recorded, engine: EngineRank, options: EngineOptions, content: Content) -> None:
         self.recorded = recorded
         self._engine, self._options = engine, options
         self.first = content
-        """What it was started with, whose slices it takes."""
+        """The content at the start, which defines the slices that the worker takes."""
         self.content: Content | None = content
-        """What the engine has; None: it was loaded again by others, or a commit has begun and has not ended."""
+        """The current content; None: another loader has written since, or a commit has begun and has not ended."""
         self._samples = _samples_of(recorded)
         self._left = self._look()
-        """What the samples were when relayout left the memory; None: others did, or some of it is gone."""
+        """Sampled parameter bytes after relayout's last write. None: another writer has written since, or a storage was
+        freed."""
 
     def loaded_again(self, content: Content | None) -> None:
-        """Note that the engine was loaded again by others, and what it then has."""
+        """Note that the engine was loaded again by others, and the content that it then has."""
         self.content, self._left = content, None
 
     def _look(self) -> bytes | None:
-        """What the samples are; None: memory of them is gone."""
+        """Return the sampled bytes; None: a storage was freed."""
         if any(memory.expired() for memory in self.recorded.memories.values()):  # type: ignore[no-untyped-call]
             return None
         numbers = _Numbers(self.recorded)
@@ -236,7 +257,7 @@ class LiveWeights:
         return torch.cat(found).cpu().numpy().tobytes() if found else b""
 
     def known_content(self) -> Content:
-        """What the engine has."""
+        """Return the current content. Raise PlanError if it is not known."""
         if self.content is None:
             what = "the engine's weights were loaded again by others, or in part: give it a converted folder"
             raise PlanError(what, code="unsupported")
@@ -251,14 +272,14 @@ class LiveWeights:
         step: int | None = None,
         threads: int = 1,
     ) -> Staged:
-        """Read and prove new weights; `core.workers.heeding` lets another thread stop it.
+        """Read and verify new weights; `core.workers.heeding` lets another thread stop it.
 
         Args:
-            sources: deltas in the order in which they apply; or a converted folder, and deltas of that; or one root of
-                steps, to which a `relayout.Publisher` publishes.
-            before: what the engine has then; None: it is not known.
+            sources: deltas in the order in which they apply; or a converted folder, and deltas for it; or one step
+                repository, to which a `relayout.Publisher` publishes.
+            before: the content that the engine will have before this commit; None: unknown.
             memory: the most bytes of host memory that may be held afterwards.
-            step: the step of a root; None: the newest.
+            step: the step of a step repository; None: the newest.
         """
         staged = self._stage_way(sources, before, memory, step, threads)
         device = torch.device(self._engine.device)
@@ -269,7 +290,7 @@ class LiveWeights:
     def _stage_way(
         self, sources: Sequence[str], before: Content | None, memory: int, step: int | None, threads: int
     ) -> Staged:
-        """The way from what the engine has, or another if that is not there any more."""
+        """Stage the chain from the engine's content, or another chain if files of the first were deleted meanwhile."""
         have = None if before is None else before.digest
 
         def find(has: bool) -> Sequence[str] | None:
@@ -284,7 +305,7 @@ class LiveWeights:
         return follow(find, stage, ", ".join(sources))
 
     def _check_goes_on(self, newest: str) -> None:
-        """Check, under a policy, that the newest step of a root is not before the one that the engine has."""
+        """Check, under a policy, that the newest step of a repository is not older than the engine's step."""
         has = self.content
         if policy_of(None) is None or has is None:
             return
@@ -296,7 +317,7 @@ class LiveWeights:
     def _stage(self, sources: Sequence[str], before: Content | None, memory: int, threads: int) -> Staged:
         for source in sources:  # Before the first request to it.
             check_place(source)
-        # What changes is told by this rank's table, which has none of what other ranks hold.
+        # This rank's table determines the changes, and has no entry for slices of other ranks.
         if others := set(self.recorded.views).difference(self.first.columns.names):
             what = f"{self._engine.name} uses parts of {listed(sorted(others))} that its rank does not hold"
             raise PlanError(f"{what}, which cannot be updated: start it again", code="unsupported")
@@ -322,7 +343,7 @@ class LiveWeights:
         changes = RankChanges.of(found, state, "what the engine has", names)
         decoded, batches = _Decoded(recorded, memory), changes.batches()
         changes.run(batches, decoded.hold, threads)
-        # What other ranks hold is not among this rank's changes: taken as changed.
+        # Slices of other ranks are not among this rank's changes: treat them as changed.
         modules = recorded.modules_of(decoded.changed.union(set(recorded.reloaded).difference(before.columns.names)))
         self._check_loaded_again(modules)
         whole = recorded.slices_of(modules)
@@ -342,7 +363,7 @@ class LiveWeights:
         self.first.check_same_layout(content, path)
         used = {*recorded.views, *recorded.reloaded}
         old, new = {} if before is None else before.digests, content.digests
-        # Digests of one algorithm tell what changes; what has none, or one of another, is taken as changed.
+        # Equal digests of one algorithm mean unchanged; a missing digest or another algorithm counts as changed.
         changed = frozenset(name for name in used if name not in new or old.get(name) != new[name])
         modules = recorded.modules_of(changed)
         self._check_loaded_again(modules)
@@ -359,13 +380,13 @@ class LiveWeights:
             raise PlanError(what, code="unsupported")
 
     def _weights(self, path: str, deltas: tuple[str, ...], names: frozenset[str]) -> RankWeights:
-        """These slices of what deltas make of a folder, every byte proven."""
+        """Return these slices of a folder with deltas applied, with every byte verified."""
         engine = self._engine
         only = replace(engine, is_skipped=lambda name: name not in names or engine.is_skipped(name))
         return replace(open_converted(WeightsPlace(path), deltas, self._options, only), device="cpu", small_first=True)
 
     def rehearse(self, staged: Staged, model: torch.nn.Module, rehearse: Reload) -> None:
-        """Let `rehearse` see what `commit` would let the engine load again, if that is anything.
+        """Call `rehearse` with the modules and slices that `commit` would let the engine load again, if any.
 
         Slices that are not held come without values.
         """
@@ -379,7 +400,7 @@ class LiveWeights:
             rehearse(modules, (one for one in staged.tensors.deliver(held) if one[0] in again))
 
     def _modules(self, staged: Staged) -> Modules:
-        """The modules that the engine loads again; those that it had during the load alone are left out."""
+        """Return the modules that the engine loads again, without those that existed only during the load."""
         if staged.modules is None:
             return None
         found = [self.recorded.modules[name]() for name in sorted(staged.modules) if name in self.recorded.modules]
@@ -390,14 +411,13 @@ class LiveWeights:
         return modules
 
     def check(self, model: torch.nn.Module) -> None:
-        """Check that what was recorded still lies where it did in the model, and look whether it is what was put there.
+        """Check that recorded parameters have not moved, and forget the content if sampled elements have changed.
 
-        If it is not, what the engine has is not known any more. Engines let memory go and take other memory in its
-        place (their sleep modes), and get weights by other ways. Some elements of all memory are compared, not each
-        one: a few that somebody changes by hand are found by `attest` alone.
+        Engines free memory and allocate other memory instead (their sleep modes), and receive weights in other ways.
+        Only some elements of each storage are compared: `attest` alone finds a few elements changed by hand.
 
         Raises:
-            PlanError: the engine has put parameters elsewhere since.
+            PlanError: the engine has moved parameters since.
         """
         there = {tensor.untyped_storage()._cdata for tensor in (*model.parameters(), *model.buffers())}
         for name, views in self.recorded.views.items():
@@ -409,7 +429,7 @@ class LiveWeights:
             self.content = None
 
     def check_base(self, staged: Sequence[Staged]) -> None:
-        """Check that the engine has what was staged for, before the first of these is committed."""
+        """Check, before the first commit, that the engine has the content that each update was staged for."""
         has = None if self.content is None else self.content.digest
         for one in staged:
             if one.base not in (None, has):
@@ -418,13 +438,13 @@ class LiveWeights:
             has = one.content.digest
 
     def commit(self, staged: Staged, reload: Reload) -> None:
-        """Give the engine the new weights. After an error its weights are a mixture."""
+        """Write the new weights to the engine. After an error its weights are a mixture."""
         numbers, self.content = _Numbers(self.recorded), None
         targets = [(flips, numbers.of(flips.memory, flips.bits.itemsize)) for flips in staged.flips]
         for flips, target in targets:
             if target.device.type != "cpu":
                 flips.apply(target)
-        # No element is in two of these; other workers of the machine do the same now.
+        # No element occurs twice; other workers of the machine commit at the same time.
         shares = [(one, target) for flips, target in targets if target.device.type == "cpu" for one in flips.shares()]
         each(lambda share: share[0].apply(share[1]), shares, max(1, num_cpus() // self._engine.num_ranks))
         if staged.changes is not None and staged.left:
@@ -444,7 +464,7 @@ class LiveWeights:
         self.content = staged.content
 
     def _take(self, staged: Staged, numbers: _Numbers, reload: Reload) -> None:
-        """Give whole slices to the engine; those that lie in parameters as they are go there directly."""
+        """Give whole slices to the engine; copy those that lie unchanged in parameters there directly."""
         assert staged.tensors is not None
         views, again = self.recorded.views, self.recorded.slices_of(staged.modules)
         delivery = staged.tensors.deliver(staged.held)
@@ -467,7 +487,7 @@ class LiveWeights:
                 raise AssertionError("nothing is loaded again")
 
     def attest(self) -> Attested:
-        """Compare the parameters with the digests of what the worker is to have."""
+        """Compare the parameters with the digests of the weights that the worker should have."""
         content, recorded = self.known_content(), self.recorded
         digests = content.digests
         unproven = list(recorded.reloaded)
@@ -487,12 +507,12 @@ class LiveWeights:
 
 
 class _Decoded:
-    """What is held of deltas, until it is too much. Several threads may hold."""
+    """Decoded deltas, held until they exceed a limit. Several threads may call `hold`."""
 
     def __init__(self, recorded: Recorded, limit: int) -> None:
         self._recorded, self._limit, self._lock = recorded, limit, threading.Lock()
         self._flips: defaultdict[tuple[int, object, object], list[Flips]] = defaultdict(list)
-        """What is held, by memory and the dtypes of places and bits."""
+        """The held changes, by storage and by the dtypes of indices and masks."""
         self.changed: set[str] = set()
         """Slices that change and are loaded again."""
         self.is_complete = True
@@ -500,7 +520,7 @@ class _Decoded:
         self._stop = current_stop()
 
     def hold(self, piece: ChangedPiece, buffer: Buffer) -> None:
-        """Decode a piece. It is proven even if it is not held any more."""
+        """Decode a piece and hold its changes. The piece is verified even if it is not held."""
         check_stop(self._stop)
         for name, flips in _flips_of(piece, buffer, self._recorded):
             with self._lock:
@@ -515,9 +535,9 @@ class _Decoded:
                     self._flips.clear()
 
     def flips(self) -> list[Flips]:
-        """What is held, joined: a commit on a device takes as long for a few elements as for many.
+        """Return the held changes, joined: a commit on a device takes as long for a few elements as for many.
 
-        Pieces have no element in common, since each has what all deltas change of it.
+        Pieces have no element in common, since each piece contains the changes of all deltas to it.
         """
         joined = []
         while self._flips:
@@ -528,7 +548,7 @@ class _Decoded:
 
 
 class _Numbers:
-    """The memory of views as numbers, which can be changed."""
+    """The storages of views, as writable integer tensors."""
 
     def __init__(self, recorded: Recorded) -> None:
         self._recorded = recorded
@@ -536,7 +556,7 @@ class _Numbers:
         self._pinned: torch.Tensor | None = None
 
     def of(self, memory: int, itemsize: int) -> torch.Tensor:
-        """All of a memory, as numbers of this width."""
+        """Return a whole storage, as integers of this width."""
         found = self._found.get((memory, itemsize))
         if found is None:
             storage = torch.UntypedStorage._new_with_weak_ptr(self._recorded.memories[memory].cdata)
@@ -547,7 +567,7 @@ class _Numbers:
         return found
 
     def on_host(self, piece: torch.Tensor) -> memoryview:
-        """The bytes of a piece, in dense order, until the next call."""
+        """Return the bytes of a piece, in dense order, valid until the next call."""
         if piece.device.type != "cpu" and piece.nbytes <= _PIECE_NBYTES:
             if self._pinned is None:
                 self._pinned = torch.empty(_PIECE_NBYTES, dtype=torch.uint8, pin_memory=True)
@@ -556,7 +576,7 @@ class _Numbers:
 
 
 def _samples_of(recorded: Recorded) -> list[tuple[tuple[int, int], torch.Tensor]]:
-    """Places that are spread over the views of each memory: by its number and the bytes of an element."""
+    """Return sample indices spread over the views of each storage, with its number and the bytes of an element."""
     of_memory: defaultdict[tuple[int, int], list[View]] = defaultdict(list)
     for view in chain.from_iterable(recorded.views.values()):
         of_memory[view.memory, view.itemsize].append(view)
@@ -570,7 +590,7 @@ def _samples_of(recorded: Recorded) -> list[tuple[tuple[int, int], torch.Tensor]
 
 
 def _flips_of(piece: ChangedPiece, buffer: Buffer, recorded: Recorded) -> Iterator[tuple[str, Flips | None]]:
-    """What changes in a piece: of each slice, how memory changes; None: the slice is loaded again."""
+    """Yield the changes of each slice in a piece; None in place of the changes: the slice is loaded again."""
     views_of = [recorded.views.get(part.name) for part in piece.parts]
     widths = [None if views is None else views[0].itemsize for views in views_of]
     found = piece.changes(widths, buffer)
@@ -589,7 +609,7 @@ def _flips_of(piece: ChangedPiece, buffer: Buffer, recorded: Recorded) -> Iterat
 
 
 def _held(tensors: RankWeights, memory: int) -> list[tuple[str, torch.Tensor]] | None:
-    """The slices, if they take no more memory than this; proven in any case."""
+    """Return the slices if they fit in `memory` bytes, else None; verify them in either case."""
     fits = sum(tensors.opened.contents.sizes()) <= memory
     held = []
     with about(path=tensors.path):
@@ -601,9 +621,9 @@ def _held(tensors: RankWeights, memory: int) -> list[tuple[str, torch.Tensor]] |
 
 
 def _has_digest(views: Sequence[View], nbytes: int, numbers: _Numbers, content: Content, digest: str) -> bool | None:
-    """Whether what lies in memory, in the order of the slice, has a digest; None: views do not have all of the slice.
+    """Return True if a slice's elements in memory, in slice order, have a digest; None: views do not cover the slice.
 
-    A slice that lies in several places is compared in each.
+    A slice that lies in several locations is compared in each.
     """
     count = nbytes // views[0].itemsize
     left = sorted(views, key=lambda view: view.source)
@@ -622,7 +642,7 @@ def _has_digest(views: Sequence[View], nbytes: int, numbers: _Numbers, content: 
 
 
 def _update(digest: Hash, view: View, numbers: _Numbers) -> None:
-    """Hash what a view has, piece by piece."""
+    """Hash the elements of a view, piece by piece."""
     (count, *inner), steps, start = view.size, view.of_memory[1], view.target
     length = max(1, _PIECE_NBYTES // (view.itemsize * prod(inner)))
     memory = numbers.of(view.memory, view.itemsize)

@@ -1,7 +1,7 @@
-"""Where elements of a slice lie in an engine's memory: views that an engine's loaders copied, as arithmetic. Pure.
+"""Locations of a slice's elements in an engine's memory, computed from the views that an engine's loaders copied. Pure.
 
-An engine's loader copies views of a slice into views of its parameters. Both are geometries of torch: size, strides and
-offset. From them follows, for any element of the slice, its place in the parameter's memory.
+An engine's loader copies views of a slice into views of its parameters. Both have a torch geometry: size, strides and
+offset. The two geometries determine, for any element of the slice, its location in the parameter's storage.
 """
 
 from __future__ import annotations
@@ -18,64 +18,64 @@ if TYPE_CHECKING:
     from relayout.core.aten import Geometry
 
 Places: TypeAlias = npt.NDArray[np.int64]
-"""Numbers of elements: of a dense row-major slice, or of memory, from its start."""
+"""Indices of elements: in a dense row-major slice, or in a storage, from its start."""
 
 _Axis: TypeAlias = tuple[int, int, int]
-"""Number of elements, and the step of each in the slice and in the memory."""
+"""Number of elements, step in the slice, and step in the storage, all in elements."""
 
 
 @dataclass(frozen=True, slots=True)
 class View:
-    """Elements of a slice that were copied to memory, each to one place. Made by `view_of`."""
+    """Elements of a slice that were copied to a storage, each to one location. Created by `view_of`."""
 
     memory: int
-    """The number of the memory."""
+    """The number of the storage."""
     axes: tuple[_Axis, ...]
-    """The one with the largest step in the slice comes first; each step is larger than all that follows reaches."""
+    """The axes by descending step in the slice. Each step exceeds the extent of all following axes."""
     source: int
-    """The number of the first element in the slice."""
+    """The index of the first element in the slice."""
     target: int
-    """Its place in the memory."""
+    """The index of the first element in the storage."""
     itemsize: int
-    """Bytes of an element, here and there."""
+    """Bytes of an element, in the slice and in the storage."""
 
     @property
     def size(self) -> tuple[int, ...]:
-        """How many elements the view has along each axis."""
+        """The number of elements along each axis."""
         return tuple(count for count, _, _ in self.axes)
 
     @property
     def of_slice(self) -> Geometry:
-        """The view as one of the slice."""
+        """The geometry of the view in the slice."""
         return self.size, tuple(step for _, step, _ in self.axes), self.source
 
     @property
     def of_memory(self) -> Geometry:
-        """The view as one of the memory."""
+        """The geometry of the view in the storage."""
         return self.size, tuple(step for _, _, step in self.axes), self.target
 
     @property
     def num_elements(self) -> int:
-        """How many elements it has."""
+        """The number of elements."""
         return prod(self.size)
 
     @property
     def end(self) -> int:
-        """The number behind its last element in the slice."""
+        """The index after the view's last element in the slice."""
         return self.source + 1 + sum((count - 1) * step for count, step, _ in self.axes)
 
     @property
     def target_end(self) -> int:
-        """The place behind its last element in the memory."""
+        """The index after the view's last element in the storage."""
         return self.target + 1 + sum((count - 1) * step for count, _, step in self.axes)
 
     def places(self, elements: Places) -> tuple[npt.NDArray[np.bool_] | slice, Places]:
-        """Which of the elements of a slice the view has, and where each of these is in the memory.
+        """Return a mask (or range) of those elements of the slice that the view has, and their indices in the storage.
 
         Args:
-            elements: ascending.
+            elements: ascending indices in the slice.
         """
-        if len(self.axes) == 1 and self.axes[0][1:] == (1, 1):  # Most are.
+        if len(self.axes) == 1 and self.axes[0][1:] == (1, 1):  # True of most views.
             first, last = np.searchsorted(elements, (self.source, self.end))
             return slice(int(first), int(last)), elements[first:last] + (self.target - self.source)
         rest = elements - self.source
@@ -89,7 +89,7 @@ class View:
         return has, places[has]
 
     def place(self, index: int) -> int:
-        """Where one of its elements is in the memory; they are counted in the order of their numbers in the slice."""
+        """Return the storage index of one element of the view; elements are counted in the order of the slice."""
         place = self.target
         for count, _, step in reversed(self.axes):
             index, at = divmod(index, count)
@@ -98,12 +98,12 @@ class View:
 
 
 def view_of(memory: int, source: Geometry, target: Geometry, itemsize: int) -> View | None:
-    """The view that was copied; None: its elements cannot be told from their numbers, or several share a place.
+    """Return the view that was copied; None: slice indices do not identify its elements, or some share a location.
 
     Args:
-        memory: its number.
-        source: of a slice, counted from its first element. All of it is inside.
-        target: of the memory, with the same size.
+        memory: the number of the storage.
+        source: the geometry in a slice, from its first element. It lies within the slice.
+        target: the geometry in the storage, with the same size.
     """
     axes = _axes(source[0], source[1], target[1])
     return None if axes is None else View(memory, axes, source[2], target[2], itemsize)
@@ -111,7 +111,7 @@ def view_of(memory: int, source: Geometry, target: Geometry, itemsize: int) -> V
 
 @lru_cache(maxsize=1024)  # Layers are alike.
 def _axes(size: tuple[int, ...], steps: tuple[int, ...], target_steps: tuple[int, ...]) -> tuple[_Axis, ...] | None:
-    """The axes of a view: as few as possible."""
+    """Return the axes of a view, as few as possible."""
     if 0 in size:
         return None
     axes: list[_Axis] = []
@@ -126,7 +126,7 @@ def _axes(size: tuple[int, ...], steps: tuple[int, ...], target_steps: tuple[int
 
 
 def _is_nested(axes: list[tuple[int, int]]) -> bool:
-    """Whether each step is larger than all that the following axes reach: then no two elements have one number."""
+    """Return True if each step exceeds the extent of the following axes: then no two elements share an index."""
     reached = 0
     for count, step in reversed(axes):
         if step <= reached:

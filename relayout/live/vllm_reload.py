@@ -1,12 +1,12 @@
-"""vLLM's own way to load a model again, layer by layer, for some of its modules: from tensors, as at the start.
+"""Reload some modules of a live vLLM by vLLM's own layerwise reload, from tensors, as at the start.
 
-vLLM moves the parameters of the modules to the meta device, buffers what its loaders are given, and counts elements. A
-module whose count is full is put into new memory, loaded, made ready for kernels, and copied to where it was. What
-fails in the middle leaves a mixture of weights. So each reload is rehearsed first: the same tensors are given to the
-same loaders, no module is put into memory, and then every module, parameter and attribute is restored.
+vLLM moves the parameters of the modules to the meta device, buffers the arguments of its weight loaders, and counts
+elements. A module with a full count is put into new memory, loaded, prepared for kernels, and copied to its old memory.
+An error in the middle leaves a mixture of weights. Therefore each reload is rehearsed first: the same tensors are given
+to the same loaders, no module is put into memory, and then every module, parameter and attribute is restored.
 
-vLLM counts a tensor that each of q, k and v has, such as a scale, once, but is given it three times: the count is full
-some elements early, and what comes after that is lost, or is an error. So small tensors are given first
+vLLM counts a tensor that each of q, k and v has, such as a scale, once, but receives it three times. The count is then
+full some elements early, and later elements are lost, or are an error. Therefore small tensors are given first
 (`RankWeights.small_first`): the last tensor of a module then has more elements than are counted too often.
 """
 
@@ -30,26 +30,26 @@ if TYPE_CHECKING:
 
 
 class _Some:
-    """Modules in the place of a model: vLLM asks one for its modules, and for nothing else, while it reloads."""
+    """Modules in place of a model: during a reload, vLLM only calls `modules()`."""
 
     def __init__(self, modules: list[torch.nn.Module]) -> None:
         self._modules = modules
 
     def modules(self) -> list[torch.nn.Module]:
-        """The modules."""
+        """Return the modules."""
         return self._modules
 
 
 def reload(
     model: torch.nn.Module, model_config: Any, modules: Modules, tensors: Iterator[tuple[str, torch.Tensor]]
 ) -> None:
-    """Load modules again: they are quantized and rearranged as at the start, and stay where they are in memory.
+    """Load modules again: quantized and rearranged as at the start, at the same memory addresses.
 
-    Attention is made ready again in any case: some computes with what it has made of the weights of other layers.
+    Attention is always prepared again: some of it uses data derived from the weights of other layers.
 
     Args:
         modules: None: all.
-        tensors: all that these modules are made of, as `rehearse` has seen them.
+        tensors: all tensors of these modules, as `rehearse` has received them.
     """
     import torch
     from vllm.model_executor.model_loader.reload import layerwise
@@ -64,7 +64,7 @@ def reload(
 
 
 def rehearse(model: torch.nn.Module, modules: Modules, tensors: Iterator[tuple[str, torch.Tensor]]) -> None:
-    """Check that vLLM can load modules again from tensors. Nothing is loaded, and the model is as before.
+    """Check that vLLM can load modules again from tensors. Nothing is loaded, and the model is unchanged.
 
     Args:
         modules, tensors: as of `reload`; large tensors need no values.
@@ -86,7 +86,7 @@ def rehearse(model: torch.nn.Module, modules: Modules, tensors: Iterator[tuple[s
         for layer in infos:
             _move_to_meta(layer, to_meta_tensor)
         layerwise.initialize_layerwise_reload(chosen)
-        model._do_torchao_reload = False  # type: ignore[assignment]  # Else `load_weights` makes modules ready.
+        model._do_torchao_reload = False  # type: ignore[assignment]  # Otherwise `load_weights` prepares modules.
         try:
             model.load_weights(tensors)  # type: ignore[operator]
         except (RelayoutError, OSError, MemoryError):
@@ -94,7 +94,7 @@ def rehearse(model: torch.nn.Module, modules: Modules, tensors: Iterator[tuple[s
         except Exception as error:
             what = f"its own reload of what it has made something else of fails: {type(error).__name__}: {error}"
             raise PlanError(f"vLLM cannot take these weights: {what}", code="unsupported") from error
-        if modules is not None:  # Else some have nothing that is loaded, such as tables of positions.
+        if modules is not None:  # Otherwise some modules load nothing, such as tables of positions.
             _check_loaded(infos, names, had)
         _check_sources(infos, names)
         for layer, loaded in early.items():
@@ -103,7 +103,7 @@ def rehearse(model: torch.nn.Module, modules: Modules, tensors: Iterator[tuple[s
 
 
 def _chosen(model: torch.nn.Module, modules: Modules) -> Any:
-    """Modules, and all attention; the model itself if that is all."""
+    """Return the modules and all attention; the model itself if `modules` is None."""
     from vllm.model_executor.layers.attention import is_deferred_attention_layer
 
     if modules is None:
@@ -119,7 +119,7 @@ def _refuse(name: str, why: str) -> NoReturn:
 
 @contextmanager
 def _restored(model: torch.nn.Module, infos: Mapping[torch.nn.Module, Any]) -> Iterator[None]:
-    """Restore all modules of a model, the attributes of their parameters, and vLLM's notes, when the block ends."""
+    """Restore all modules of a model, the attributes of their parameters, and vLLM's records, when the block ends."""
     kept: list[tuple[dict[str, Any], dict[str, Any], dict[str, Any]]] = []
     for module in model.modules():
         attributes, tensors = vars(module), (*module._parameters.values(), *module._buffers.values())
@@ -142,11 +142,11 @@ def _restored(model: torch.nn.Module, infos: Mapping[torch.nn.Module, Any]) -> I
 
 
 _HELD = ("_parameters", "_buffers", "_modules", "_non_persistent_buffers_set")
-"""What a module has in dictionaries and sets of its own."""
+"""Attributes of a module that are dictionaries or sets, which are copied in addition to the references."""
 
 
 def _untouched(model: torch.nn.Module) -> AbstractContextManager[Any]:
-    """Raise PlanError before anything is written to the memory that a model has now."""
+    """Raise PlanError before an operation writes to the memory that a model has now."""
     from torch.utils._python_dispatch import TorchDispatchMode
     from torch.utils._pytree import tree_leaves
 
@@ -166,13 +166,13 @@ def _untouched(model: torch.nn.Module) -> AbstractContextManager[Any]:
 
 @cache
 def _written(operation: Any) -> tuple[tuple[int, str], ...]:
-    """The arguments that an operation of torch writes to."""
+    """Return the arguments that an operation of torch writes to."""
     arguments = enumerate(operation._schema.arguments)
     return tuple((at, one.name) for at, one in arguments if one.alias_info is not None and one.alias_info.is_write)
 
 
 def _number(tensor: Any) -> int | None:
-    """What tells memory apart; None: there is none."""
+    """Return the number of a tensor's storage; None: it has no memory."""
     import torch
 
     is_plain = type(tensor) is torch.Tensor or isinstance(tensor, torch.nn.Parameter)
@@ -183,7 +183,7 @@ def _number(tensor: Any) -> int | None:
 
 @contextmanager
 def _unprocessed(layerwise: Any) -> Iterator[dict[torch.nn.Module, int]]:
-    """Let vLLM make no module ready, and note how many elements each had when its count was full."""
+    """Keep vLLM from preparing modules; record the number of elements each had when its count was full."""
     early: dict[torch.nn.Module, int] = {}
     process = layerwise._layerwise_process
     layerwise._layerwise_process = lambda layer, info: early.setdefault(layer, info.load_numel)
@@ -194,7 +194,7 @@ def _unprocessed(layerwise: Any) -> Iterator[dict[torch.nn.Module, int]]:
 
 
 def _move_to_meta(layer: torch.nn.Module, to_meta_tensor: Any) -> None:
-    """Move what vLLM's reload leaves in memory, such as biases, which its loaders would write to at once."""
+    """Move tensors that vLLM's reload leaves in memory (biases) to the meta device: its loaders would write to them."""
     for tensors in (layer._parameters, layer._buffers):
         for name, tensor in list(tensors.items()):
             if tensor is not None and not tensor.is_meta:
@@ -204,10 +204,10 @@ def _move_to_meta(layer: torch.nn.Module, to_meta_tensor: Any) -> None:
 def _check_loaded(
     infos: Mapping[torch.nn.Module, Any], names: Mapping[torch.nn.Module, str], had: Mapping[torch.nn.Module, set[int]]
 ) -> None:
-    """Check that something was loaded into each module: vLLM only logs that, and leaves it as it was.
+    """Check that each module was loaded: vLLM only logs a module without tensors, and leaves it unchanged.
 
-    Attention need not be loaded, as it is made ready in any case, nor what has no parameters but those of loaded
-    modules, a tied head.
+    Two kinds of modules need not be loaded: attention, which is always prepared again, and modules that only share the
+    parameters of loaded ones (a tied head).
     """
     from vllm.model_executor.layers.attention import is_deferred_attention_layer
 
@@ -219,7 +219,7 @@ def _check_loaded(
 
 
 def _check_sources(infos: Mapping[torch.nn.Module, Any], names: Mapping[torch.nn.Module, str]) -> None:
-    """Check that what is loaded has memory."""
+    """Check that the arguments of weight loaders have memory."""
     from torch.utils._pytree import tree_leaves
 
     for layer, info in infos.items():
@@ -230,7 +230,7 @@ def _check_sources(infos: Mapping[torch.nn.Module, Any], names: Mapping[torch.nn
 
 
 def _check_released(chosen: Any, modules: Modules, names: Mapping[torch.nn.Module, str]) -> None:
-    """Check that modules still have what they are made ready with: on a CPU with AMX, attention releases a weight."""
+    """Check that modules still have the tensors they are prepared from: on AMX CPUs attention releases a weight."""
     from torch.nn.functional import linear
     from vllm.model_executor.layers.attention import is_deferred_attention_layer
 
@@ -252,10 +252,10 @@ _MAX_DEFAULT_NBYTES = 2**16
 
 
 def note_defaults(model: torch.nn.Module) -> None:
-    """Note the values that parameters have before the load, where vLLM gives them any: all else is marked.
+    """Record the values that parameters have before the load, where vLLM sets any: all other memory is marked.
 
-    If a checkpoint has nothing for a parameter, such as an optional scale, this value stays. vLLM's reload makes memory
-    without it.
+    If a checkpoint has no tensor for a parameter, such as an optional scale, this value remains. vLLM's reload
+    allocates memory without it.
     """
     from relayout.engines.unwritten import unwritten
 
@@ -274,7 +274,7 @@ def note_defaults(model: torch.nn.Module) -> None:
 
 @contextmanager
 def _dtype_of(model_config: Any) -> Iterator[None]:
-    """Let torch's default dtype be that of the model, as in vLLM's first load, for scales that are made without one."""
+    """Set torch's default dtype to that of the model, as in vLLM's first load, for scales created without a dtype."""
     import torch
 
     before = torch.get_default_dtype()
@@ -287,12 +287,12 @@ def _dtype_of(model_config: Any) -> Iterator[None]:
 
 @contextmanager
 def _with_defaults(layerwise: Any) -> Iterator[None]:
-    """Let parameters that vLLM's reload puts into memory begin with the values that they had before the first load."""
+    """Initialize parameters that vLLM's reload allocates with the values that they had before the first load."""
     original = layerwise.materialize_layer
 
     def materialize(layer: torch.nn.Module, info: Any) -> None:
         original(layer, info)
-        names = {name for tensors in info.restore_metadata for name in tensors}  # All else stays in memory.
+        names = {name for tensors in info.restore_metadata for name in tensors}  # All other parameters stay in memory.
         for name, default in _defaults.get(layer, {}).items():
             made = getattr(layer, name, None) if name in names else None
             if made is not None and (made.shape, made.dtype) == (default.shape, default.dtype):
@@ -306,7 +306,7 @@ def _with_defaults(layerwise: Any) -> Iterator[None]:
 
 
 def _zeros() -> AbstractContextManager[Any]:
-    """Let memory that vLLM's reload makes be zero: it leaves padding as it finds it, where the first load has zeros."""
+    """Zero memory that vLLM's reload allocates: it does not write padding, where the first load has zeros."""
     import torch
     from torch.overrides import TorchFunctionMode
 
@@ -319,7 +319,7 @@ def _zeros() -> AbstractContextManager[Any]:
 
 
 def loader_of(parameter: torch.Tensor) -> CodeType | None:
-    """The code of what fills a parameter: vLLM's reload carries out its calls again, and nothing else."""
+    """Return the code of the loader that fills a parameter: vLLM's reload repeats the calls of this code only."""
     from vllm.model_executor.model_loader.weight_utils import default_weight_loader
 
     loader: Any = getattr(parameter, "weight_loader", default_weight_loader)
@@ -332,13 +332,13 @@ def loader_of(parameter: torch.Tensor) -> CodeType | None:
 
 
 def check_padding(model: torch.nn.Module, modules: Collection[torch.nn.Module] | None) -> None:
-    """Check that vLLM can make modules ready for kernels a second time.
+    """Check that vLLM can prepare modules for kernels a second time.
 
-    On a CPU it pads experts once, notes their new size, and does not pad what it reloads.
+    On a CPU it pads experts once, records their new size, and does not pad reloaded ones.
     """
     try:
         from vllm.model_executor.model_loader.reload.layerwise import get_layerwise_info
-    except ImportError:  # Another version, of which this is not known.
+    except ImportError:  # Another version, with unknown behaviour.
         return
     for prefix, layer in model.named_modules():
         as_loaded = get_layerwise_info(layer).restore_metadata[0] if modules is None or layer in modules else {}
@@ -350,15 +350,15 @@ def check_padding(model: torch.nn.Module, modules: Collection[torch.nn.Module] |
 
 
 def _is_padded(was: torch.Tensor, tensor: torch.Tensor) -> bool:
-    """Whether experts have become larger. A matrix that is packed into blocks has another number of axes."""
+    """Return True if experts have become larger. A matrix packed into blocks has another number of axes."""
     return was.dim() == tensor.dim() == 3 and tensor.numel() > was.numel()
 
 
 def _pack_experts(model: Any) -> None:
-    """Pack experts for a CPU again: vLLM does so when it makes their kernel, and it makes that once.
+    """Pack experts for a CPU again: vLLM packs them when it creates their kernel, and it creates that only once.
 
-    Seen in 0.32 and 0.33 (`UnquantizedFusedMoEMethod._setup_kernel`): its own reload leaves weights as they are stored
-    where the kernel reads packed ones.
+    Seen in 0.32 and 0.33 (`UnquantizedFusedMoEMethod._setup_kernel`): its own reload leaves weights unpacked where the
+    kernel reads packed ones.
     """
     for layer in model.modules():
         kernel = getattr(getattr(layer, "quant_method", None), "moe_kernel", None)
@@ -369,7 +369,7 @@ def _pack_experts(model: Any) -> None:
 
 
 def pack_tied(model: Any) -> None:
-    """Pack weights for a CPU again that a layer shares with another: vLLM's reload does so for the other alone."""
+    """Pack weights that two layers share for a CPU again: vLLM's reload packs them for one layer only."""
     packed = [layer for layer in model.modules() if hasattr(layer, "cpu_linear")]
     num_uses = Counter(id(layer.weight) for layer in packed)
     for layer in packed:

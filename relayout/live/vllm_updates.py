@@ -1,9 +1,9 @@
 """vLLM's weight transfer, `--weight-transfer-config '{"backend": "relayout"}'`: weights that change in a live engine.
 
-vLLM calls its workers in three steps. `update_weights` names a delta or a converted folder, and returns at once: each
-worker reads and proves its part in the background, while it serves. `finish_weight_update`, in a pause, waits until
-all workers have done so, and then lets all change their weights, or none. `start_weight_update` begins a session.
-A model that is started with it is loaded by `LiveLoader`, which records where its weights come to lie.
+vLLM calls its workers in three steps. `start_weight_update` begins a session. `update_weights` names a delta or a
+converted folder, and returns at once: each worker reads and verifies its part in the background, while it serves.
+`finish_weight_update`, in a pause, waits for all workers, and then changes the weights of all of them, or of none. A
+model that is started with this option is loaded by `LiveLoader`, which records the locations of its weights in memory.
 """
 
 from __future__ import annotations
@@ -36,18 +36,18 @@ LIVE: ByModel[LiveWeights] = ByModel()
 """The weights of models that may change."""
 _LOGGER = getLogger("vllm.relayout")
 _NICENESS = 10
-"""What the thread that reads new weights has: the engine's own threads come first."""
+"""The niceness of the thread that reads new weights: the engine's own threads come first."""
 _POLL_SECONDS = 0.1
 
 
 class LiveLoader(VllmLoader):
-    """A loader that records where the weights of a first load come to lie, if they may change later."""
+    """A loader that records the locations of weights during a first load, if they may change later."""
 
     _until_processed: ExitStack | None = None
-    """Ends when vLLM has made of the weights what it computes with."""
+    """Ends when vLLM has finished its post-processing of the weights."""
 
     def load_model(self, *arguments: Any, **options: Any) -> Any:
-        """Make the model, load it and make it ready for kernels, as vLLM does."""
+        """Create the model, load it and prepare it for kernels, as vLLM does."""
         try:
             with ExitStack() as self._until_processed:
                 return super().load_model(*arguments, **options)
@@ -55,7 +55,7 @@ class LiveLoader(VllmLoader):
             self._until_processed = None
 
     def load_weights(self, model: Any, model_config: Any) -> None:
-        """Load all weights; see `VllmLoader`. Records of an earlier load of the model do not count any more."""
+        """Load all weights; see `VllmLoader`. Records of an earlier load of the model become invalid."""
         LIVE.forget(model)
         super().load_weights(model, model_config)
 
@@ -81,11 +81,11 @@ class LiveLoader(VllmLoader):
         return self._until_processed.enter_context(recording).given(tensors)
 
     def get_all_weights(self, model_config: Any, model: Any) -> Iterable[tuple[str, torch.Tensor]]:
-        """Return the tensors of a reload; see `VllmLoader`. A delta then applies to what was loaded last."""
+        """Return the tensors of a reload; see `VllmLoader`. A later delta applies to the weights of this reload."""
         live, tensors = LIVE.of(model), super().get_all_weights(model_config, model)
         if live is None:
             return tensors
-        live.loaded_again(None)  # Until all is loaded, nobody knows what a delta would apply to.
+        live.loaded_again(None)  # Until all is loaded, the base for deltas is unknown.
         weights = self.load.delivery.weights if isinstance(self.load, Weights) else None
         return tensors if weights is None or weights.store is not None else _followed(tensors, live, weights)
 
@@ -93,7 +93,7 @@ class LiveLoader(VllmLoader):
 def _followed(
     tensors: Iterable[tuple[str, torch.Tensor]], live: LiveWeights, weights: RankWeights
 ) -> Iterator[tuple[str, torch.Tensor]]:
-    """Yield the tensors of a reload. Once all were taken, record their content as the base for deltas."""
+    """Yield a reload's tensors; once exhausted, record their content as the base for deltas."""
     from relayout.live.staging import Content
 
     yield from tensors
@@ -101,7 +101,7 @@ def _followed(
 
 
 def _may_change() -> bool:
-    """Return whether the engine was started with relayout's weight transfer."""
+    """Return True if the engine was started with relayout's weight transfer."""
     from vllm.config import get_current_vllm_config
 
     transfer = getattr(get_current_vllm_config(), "weight_transfer_config", None)
@@ -109,7 +109,7 @@ def _may_change() -> bool:
 
 
 def register() -> None:
-    """Tell vLLM about the load format, and about relayout's weight transfer, if it has any; see `vllm.register`."""
+    """Register the load format, and the weight transfer if this vLLM has weight transfer; see `vllm.register`."""
     vllm.register(LiveLoader)
     try:
         from vllm.distributed.weight_transfer.base import WeightTransferEngine
@@ -125,7 +125,7 @@ loader_class = partial(vllm.loader_class, methods=LiveLoader)
 
 
 def engine_class(base: type[Any]) -> type[Any]:
-    """The class that vLLM makes an object of in each worker.
+    """Return the class that vLLM instantiates in each worker.
 
     Args:
         base: vLLM's `WeightTransferEngine`.
@@ -135,28 +135,28 @@ def engine_class(base: type[Any]) -> type[Any]:
 
 @dataclass(frozen=True, slots=True)
 class InitInfo:
-    """What `init_weight_transfer_engine` may set; it need not be called."""
+    """Options of `init_weight_transfer_engine`, which need not be called."""
 
     memory: int | str = "4GiB"
-    """The most host memory that each worker holds new weights in: a number of bytes, or a size. What takes more stays
-    where it is, and is read again in the pause."""
+    """The most host memory that each worker holds new weights in: a number of bytes, or a size. Larger weights stay in
+    their source and are read again in the pause."""
     wait_seconds: float = 600.0
-    """How long `finish_weight_update` waits for what is still being read."""
+    """Seconds that `finish_weight_update` waits for unfinished reads."""
 
 
 @dataclass(frozen=True, slots=True)
 class UpdateInfo:
-    """What `update_weights` is told."""
+    """The arguments of `update_weights`."""
 
     source: str | list[str]
-    """A delta, or several in the order in which they apply, a converted folder, or a root of steps: paths that each
+    """A delta, or several in the order in which they apply, a converted folder, or a step repository: paths that each
     worker can read, or URLs."""
     step: int | None = None
-    """The step of a root; None: the newest."""
+    """The step of a step repository; None: the newest."""
 
     @property
     def sources(self) -> tuple[str, ...]:
-        """The deltas, or the folder."""
+        """The sources as a tuple, in the order in which they apply."""
         return (self.source,) if isinstance(self.source, str) else tuple(self.source)
 
 
@@ -174,14 +174,14 @@ class _Staging:
         """Start the thread.
 
         Args:
-            before: what is committed before this one.
+            before: the staging that is committed before this one.
             memory: bytes that this one and those before it may hold.
-            canceled: those that were canceled and may still read: this one reads nothing before they have ended.
+            canceled: canceled stagings that may still read: this one reads nothing before they have ended.
         """
         self.sources, self._step = update.sources, update.step
         self._canceled, self._stop = canceled, Stop()
         self.staged: Staged | None = None
-        """What was read; None: nothing yet, or it was canceled."""
+        """The staged weights; None: not read yet, or canceled."""
         self.error: Exception | None = None
         self._live, self._before, self._memory = live, before, memory
         self._ended = threading.Event()
@@ -189,11 +189,11 @@ class _Staging:
 
     @property
     def is_over(self) -> bool:
-        """Whether everything was read, or an error has come."""
+        """True once everything was read, or an error was raised."""
         return self._ended.is_set()
 
     def wait(self, seconds: float) -> Staged:
-        """What was read."""
+        """Wait for the staged weights and return them."""
         if not self._ended.wait(max(0.0, seconds)):
             raise TimeoutError(f"{', '.join(self.sources)} is still being read")
         if self.error is not None:
@@ -202,7 +202,7 @@ class _Staging:
         return self.staged
 
     def cancel(self) -> None:
-        """Ask the thread to stop, and let go of what was read."""
+        """Request the thread to stop, and release the staged weights."""
         self._stop.request()
         self.staged = None
 
@@ -242,7 +242,7 @@ class _Staging:
             self._ended.set()
 
     def _wait_for(self, other: _Staging) -> None:
-        """Wait until another one has ended. Raise Stopped if this one is canceled."""
+        """Wait until another staging has ended. Raise Stopped if this one is canceled."""
         while not other._ended.wait(_POLL_SECONDS):
             check_stop(self._stop)
 
@@ -265,9 +265,9 @@ class TransferEngine:
         self._canceled: list[_Staging] = []
         """Stagings of earlier sessions that were canceled and whose threads have not ended yet."""
         self._error: Exception | None = None
-        """Why an update could not be begun; it is raised when the session ends."""
+        """The exception of an update that could not begin; it is raised when the session ends."""
         self._is_mixed = False
-        """Whether a commit has begun and has not ended: some weights are new, others old, others missing."""
+        """True from the start of a commit to its success: some weights are new, others old, others missing."""
         self._worker = _worker_of(self)
         if self._worker is not None:  # For `collective_rpc`.
             self._worker.relayout_state, self._worker.relayout_attest = self.state, self.attest
@@ -280,11 +280,11 @@ class TransferEngine:
         self._options = init_info
 
     def start_weight_update(self) -> None:
-        """Begin a session, of which the running model feels nothing."""
+        """Begin an update session. The model keeps serving."""
         self._forget()
 
     def update_weights(self, update_info: Mapping[str, Any]) -> None:
-        """Begin to read new weights. Errors come when the session ends: workers must not answer differently here."""
+        """Begin to read new weights. Errors are raised at the session's end: here all workers must answer alike."""
         try:
             self.receive_weights(_parsed(update_info))
         except Exception as error:
@@ -299,15 +299,15 @@ class TransferEngine:
         self._stagings.append(_Staging(self._live, update_info, before, memory, tuple(self._canceled)))
 
     def drain_pending(self) -> None:
-        """Wait for what is being read; errors come when the session ends."""
+        """Wait for unfinished reads; errors are raised when the session ends."""
         for staging in self._stagings:
             with suppress(Exception):
                 staging.wait(self._options.wait_seconds)
 
     def finish_weight_update(self) -> None:
-        """Let all workers have the new weights, or none.
+        """Change the weights of all workers, or of none.
 
-        Whatever is wrong with what was named is found before. An error after that, such as a store that can no longer
+        Errors in the named sources are found before the change. An error after that, such as a store that can no longer
         be read, makes the engine unusable: every further step and update is an error.
         """
         from vllm.distributed.parallel_state import get_world_group
@@ -320,8 +320,8 @@ class TransferEngine:
         except Exception as error:
             state = "is unusable now: start it again" if self._is_mixed else "keeps its weights"
             _LOGGER.error("relayout: weights are not updated, the engine %s: %s", state, error)
-            # vLLM reads the workers' answers in order until one is an error, and would take those behind that for
-            # answers to its next call. And it leaves the session open where there is an error.
+            # vLLM reads the workers' answers in order up to the first error, and would take the remaining ones for
+            # answers to its next call. After an error it also leaves the session open.
             worker = self._worker
             if worker is None or worker.rank == self.parallel_config.world_size - 1:
                 if worker is not None:
@@ -346,7 +346,7 @@ class TransferEngine:
                 for one in staged:
                     self._live.commit(one, self._reload)
         except BaseException:
-            self._live.content = None  # Also of a worker that has changed all of its own.
+            self._live.content = None  # Also for a worker that has changed all of its weights.
             _stop_computing(self._worker, self.model)
             raise
         self._is_mixed = False
@@ -356,7 +356,7 @@ class TransferEngine:
         _LOGGER.info("relayout: the engine has %s: %.2f s", staged[-1].content.digest, time.monotonic() - started)
 
     def _staged(self) -> list[Staged]:
-        """What was read in this session."""
+        """Return the staged weights of this session, checked and rehearsed."""
         from relayout.live.vllm_reload import rehearse
 
         if self._is_mixed:
@@ -386,14 +386,14 @@ class TransferEngine:
         return live
 
     def _forget(self) -> None:
-        """Cancel what is being read."""
+        """Cancel unfinished reads."""
         for staging in self._stagings:
             staging.cancel()
         self._canceled += [one for one in self._stagings if not one.is_over]
         self._stagings, self._error = [], None
 
     def state(self) -> dict[str, Any]:
-        """What this worker has, and what it is reading; `collective_rpc` calls it as `relayout_state`."""
+        """Return this worker's content, and the staged content; `collective_rpc` calls it as `relayout_state`."""
         live, last = LIVE.of(self.model), self._stagings[-1] if self._stagings else None
         staged = None if last is None else last.staged
         error = self._error or (None if last is None else last.error)
@@ -405,12 +405,12 @@ class TransferEngine:
         }
 
     def attest(self) -> dict[str, Any]:
-        """Prove what this worker's parameters have; `collective_rpc` calls it as `relayout_attest`.
+        """Compare this worker's parameters with digests; `collective_rpc` calls it as `relayout_attest`.
 
         Returns:
-            `content`, the digest of relayout.json of what it has; how many slices are `proven`; the names of those that
-            are `unproven`, because vLLM has made something else of them; the first one that differs, as `difference`;
-            or an `error`.
+            `content`, the digest of relayout.json of the worker's weights; the number of slices that are `proven`; the
+            names of those that are `unproven`, because vLLM has transformed them; the first one that differs, as
+            `difference`; or an `error`.
         """
         try:
             found = self._live.attest()
@@ -422,24 +422,24 @@ class TransferEngine:
         return {one.name: getattr(found, one.name) for one in fields(found)}
 
     def _noted(self, sleep: Callable[..., None]) -> Callable[..., None]:
-        """A worker's `sleep`, behind which a delta is refused if it lets the weights go: vLLM says so to nobody."""
+        """Wrap a worker's `sleep`: if it discards the weights, later deltas are refused. vLLM sends no notice of it."""
 
         @wraps(sleep)
         def noted(level: int = 1) -> None:
             live = LIVE.of(self.model)
-            if level != 1 and live is not None:  # At 1 they come back as they were.
+            if level != 1 and live is not None:  # At level 1 they return unchanged.
                 live.loaded_again(None)
             sleep(level)
 
         return noted
 
     def shutdown(self) -> None:
-        """Cancel what is being read."""
+        """Cancel unfinished reads."""
         self._forget()
 
 
 def _parsed(update_info: Mapping[str, Any]) -> UpdateInfo:
-    """Raise PlanError unless it is an `UpdateInfo`."""
+    """Return the request as an `UpdateInfo`. Raise PlanError if it is not one."""
     source: Any = update_info.get("source")
     step = update_info.get("step")
     is_list = isinstance(source, list) and source and all(isinstance(one, str) for one in source)
@@ -450,10 +450,10 @@ def _parsed(update_info: Mapping[str, Any]) -> UpdateInfo:
 
 
 def _worker_of(engine: TransferEngine) -> Any:
-    """The worker of vLLM that is just making its transfer engine; None: somebody else makes it.
+    """Return the worker of vLLM that is creating its transfer engine; None: another caller creates it.
 
-    vLLM does not tell an engine whose it is. Without the worker nothing can be asked by `collective_rpc`, and after a
-    failed commit only the model itself would refuse to compute.
+    vLLM does not pass the worker to the engine. Without the worker, `collective_rpc` reaches no method of the engine,
+    and after a failed commit only the model itself would refuse to compute.
     """
     frame = sys._getframe(1)
     while frame is not None:
@@ -465,11 +465,11 @@ def _worker_of(engine: TransferEngine) -> Any:
 
 
 def _stop_computing(worker: Any, model: torch.nn.Module) -> None:
-    """Let every further step of the worker fail, for good.
+    """Make every further step of the worker fail, permanently.
 
-    vLLM has no way of its own for a worker to say that it is unfit: nobody looks at `check_health` between steps, and
-    no hook of a module is called where a graph is replayed. So the one method that carries out steps, whichever
-    executor calls it, is hidden on this one object.
+    vLLM has no way for a worker to report that it is unusable: `check_health` is not called between steps, and module
+    hooks are not called when a graph is replayed. So the one method that runs steps, for every executor, is replaced on
+    this one object.
     """
     model.forward = _refuse
     if worker is not None:
@@ -477,5 +477,5 @@ def _stop_computing(worker: Any, model: torch.nn.Module) -> None:
 
 
 def _refuse(*args: object, **kwargs: object) -> NoReturn:
-    """Raise RuntimeError, in the place of a step."""
+    """Raise RuntimeError, in place of a step."""
     raise RuntimeError("relayout: an update of the weights has failed, and they are a mixture: start the engine again")

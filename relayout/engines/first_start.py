@@ -1,8 +1,8 @@
 """The first start of an engine on a plain checkpoint: it is converted into a cache, from which later starts load.
 
-What must be downloaded is streamed into the cache, and loaded from there. What is on a drive the engine loads itself,
-as fast as without relayout; then a process of low priority converts it while the engine goes on. It begins when all
-processes of the machine have loaded: each holds a shared lock of the cache while it loads.
+A remote checkpoint is streamed into the cache, and loaded from there. A local checkpoint is loaded by the engine
+itself, as fast as without relayout; then a low-priority process converts it while the engine serves. The conversion
+begins when all processes of the machine have loaded: each holds a shared lock of the cache while it loads.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True)
 class Filling:
-    """A conversion into the cache that is to begin when the engine has loaded the checkpoint."""
+    """A conversion into the cache that starts when the engine has loaded the checkpoint."""
 
     source: str
     arguments: tuple[str, ...]
@@ -40,13 +40,14 @@ class Filling:
     cache: Cache
     logger: Logger
     loading: HeldLock | None
-    """Says to conversions that this process loads; it ends with the load, with this object, or with the process."""
+    """The shared lock that makes conversions wait for this load. Released with the load, this object, or the process.
+    """
 
     def start(self) -> None:
-        """Start it in a process of its own, unless one already fills this cache. Never raises.
+        """Start the conversion in a process of its own, unless one already fills this cache. Never raises.
 
-        It converts when no other process of the machine loads any more, and ends with this process. The next start
-        continues what was not finished.
+        The process converts once no other process of the machine is loading, and ends with this process. The next start
+        continues an unfinished conversion.
         """
         if self.loading is not None:
             self.loading.close()
@@ -55,7 +56,7 @@ class Filling:
             right = self.cache.try_filling()
             if right is None:
                 return
-            # The child holds it, too, for as long as it runs, also if this process is killed.
+            # The child holds the lock, too, while it runs, even if this process is killed.
             child = start_child(
                 "relayout", "cache", *self.arguments, stdin=PIPE, stdout=QUIET, stderr=PIPE, pass_fds=(right.fd,)
             )
@@ -63,7 +64,7 @@ class Filling:
                 threading.Thread(target=self._watch, args=(child, right), name="relayout-cache", daemon=True).start()
             except RuntimeError:  # Too many threads.
                 assert child.stdin is not None
-                child.stdin.close()  # Ends it.
+                child.stdin.close()  # Ends the child.
                 raise
         except Exception as error:
             if right is not None:
@@ -89,25 +90,25 @@ class Filling:
 
 @dataclass(frozen=True, slots=True)
 class WantedConversion:
-    """A conversion of a plain checkpoint that an engine would load, if a cache had it."""
+    """A conversion of a plain checkpoint that an engine would load if a cache had it."""
 
     source: str
     """A folder or URL."""
     num_ranks: int
     expert_parallel: bool = False
-    """Whether experts are owned whole, in contiguous blocks over the ranks."""
+    """True if experts are owned whole, in contiguous blocks over the ranks."""
     ranks: Collection[int] | None = None
-    """The ranks on this node, if others are elsewhere: only these are converted. None: all."""
+    """The ranks on this node, if others run on other nodes: only these are converted. None: all."""
     observe: str | None = None
-    """The engine that plans are observed from if no built-in plan is for the model. None: they are not observed."""
+    """The engine that plans are observed from if no built-in plan fits the model. None: plans are not observed."""
 
     @property
     def is_local(self) -> bool:
-        """Whether the checkpoint is on a drive, where the engine loads it as fast as without relayout."""
+        """True if the checkpoint is on a drive, where the engine loads it as fast as without relayout."""
         return scheme_of(self.source) is None
 
     def find(self, cache: Cache, logger: Logger) -> KeptConversion | None:
-        """The conversion. It is made now if the checkpoint is remote; else None: it is not there yet."""
+        """Return the conversion; a remote checkpoint is converted now. None: a local one is not in the cache yet."""
         from relayout.cache.conversions import NotKept, find_conversion, kept_conversion, plan_in
 
         def on_miss(conversion: Conversion) -> None:
@@ -131,7 +132,7 @@ class WantedConversion:
         return None
 
     def filling(self, cache: Cache, logger: Logger) -> Filling:
-        """What makes it, behind the engine."""
+        """Return the background conversion to start after the load."""
         folder, model = (str(Path(path).absolute()) for path in (cache.folder, self.source))
         arguments = ["add", model, "--tp", str(self.num_ranks), "--folder", folder, "--background"]
         arguments += ["--expert-parallel"] if self.expert_parallel else []
@@ -143,10 +144,10 @@ class WantedConversion:
 def first_start(
     wanted: WantedConversion, options: EngineOptions, otherwise: str, logger: Logger
 ) -> KeptConversion | Filling | None:
-    """The conversion of a plain checkpoint in the cache, or what makes it when the engine has loaded the checkpoint.
+    """Return a plain checkpoint's conversion in the cache, or the conversion to start after the engine's load.
 
-    A start that would succeed without relayout must not fail with it: whatever is wrong with cache, plan or source is
-    logged, and the engine's own loader takes the checkpoint. Only a wrong option is an error.
+    A start that would succeed without relayout must not fail with it: an error of cache, plan or source is logged, and
+    the engine's own loader takes the checkpoint. Only a wrong option is an error.
 
     Args:
         otherwise: what happens to the checkpoint without a cache, for messages.

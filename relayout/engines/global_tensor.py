@@ -1,9 +1,9 @@
 """The global tensor: it has the whole tensor's shape and holds one rank's slice of it.
 
-An engine's weight loaders take whole tensors and cut out what their rank needs. A global tensor is cut in the same way,
-and each view (narrow, index, chunk, transpose, reshape ...) that lies within the slice is a plain view of the slice:
-nothing is copied. What needs elements that the slice does not hold is computed from the whole tensor, which is then
-read from the files of all ranks: right, but slow, so it is counted and warned about. Needs torch at import time.
+An engine's weight loaders receive whole tensors and cut out the part that their rank needs. A global tensor can be cut
+in the same way. Each view (narrow, index, chunk, transpose, reshape ...) within the slice is a plain view of the slice:
+nothing is copied. An operation that needs other elements is computed from the whole tensor, which is then read from the
+files of all ranks. That is correct but slow, so it is counted and a warning is issued. Needs torch at import time.
 """
 
 from __future__ import annotations
@@ -39,25 +39,25 @@ from relayout.errors import PlanError
 
 
 class Usage:
-    """What has been asked of the global tensors of a load. Any number of threads may use it at once."""
+    """Records how a load's global tensors are used. Any number of threads may use it at once."""
 
     def __init__(self, *, strict: bool = False, is_expected: bool = False) -> None:
         self.strict = strict
-        """Refuse to read what slices do not hold."""
+        """True if reading elements outside the slices is an error."""
         self.is_expected = is_expected
-        """Whether reads are expected: the tensors hold no slice."""
+        """True if such reads are expected: the tensors hold no slice."""
         self.used: set[str] = set()
-        """Names of the tensors that were asked for anything."""
+        """Names of the tensors that were used in any way."""
         self.whole: set[str] = set()
         """Names of the tensors that were read whole."""
         self.count = 0
-        """How many tensors, or parts of them, have been read."""
+        """Number of reads of tensors or parts of tensors."""
         self.nbytes = 0
-        """Bytes of these."""
+        """Bytes of these reads."""
         self.lock = threading.RLock()
 
     def note(self, name: str, operation: str, nbytes: int) -> None:
-        """Count what is about to be read of a tensor; warn of the first that is not expected."""
+        """Count a read of a tensor; warn of the first unexpected one. Raise PlanError if `strict`."""
         what = f"{operation} needs elements that this rank's slice does not hold"
         if self.strict:
             raise PlanError(what, tensor=name, code="unsupported")
@@ -78,7 +78,7 @@ class _Partial(ABC):
         read: Callable[[str], torch.Tensor],
         usage: Usage,
     ) -> None:
-        """`local` has what is at hand; `read` reads all elements, for the operation that needs them."""
+        """Create the memory: `local` holds the available elements; `read` reads all, for the given operation."""
         self.local = local
         self.geometry: Geometry = (shape, strides, 0)
         self._read = read
@@ -92,18 +92,18 @@ class _Partial(ABC):
 
     @abstractmethod
     def held(self, size: Sequence[int], strides: Sequence[int], offset: int) -> torch.Tensor | None:
-        """A view, if all of its elements are at hand."""
+        """Return a view, if all of its elements are available; None otherwise."""
 
     @abstractmethod
     def parts(self) -> tuple[torch.Tensor, torch.Tensor]:
-        """The whole tensor with anything where nothing is at hand, and a mask, on the CPU, of what is."""
+        """Return the whole tensor, with arbitrary values where none are available, and a CPU mask of available ones."""
 
     @abstractmethod
     def _renew(self, whole: torch.Tensor) -> None:
-        """Copy what is at hand, and may have been written to, to the whole tensor."""
+        """Copy the available elements, which may have been written to, to the whole tensor."""
 
     def whole(self, operation: str) -> torch.Tensor:
-        """All elements, read once, in memory of their own."""
+        """Return all elements, read once, in memory of their own."""
         with self.usage.lock:
             if self._whole is None:
                 self._whole = self._read(operation)
@@ -111,7 +111,7 @@ class _Partial(ABC):
             return self._whole
 
     def plain(self, operation: str, geometry: Geometry) -> torch.Tensor:
-        """A view with all of its elements."""
+        """Return a view with all of its elements."""
         return self.whole(operation).as_strided(*geometry)
 
 
@@ -129,7 +129,7 @@ class _Slice(_Partial):
         usage: Usage,
         read_part: Callable[[str, int, Range], torch.Tensor] | None = None,
     ) -> None:
-        """`read_part` reads a range along an axis; None: only all can be read."""
+        """Create the slice. `read_part` reads a range along an axis; None: only the whole tensor can be read."""
         super().__init__(local, shape, row_major(shape), read, usage)
         self.name = name
         self.axis = axis
@@ -137,10 +137,11 @@ class _Slice(_Partial):
         self._read_part = read_part
 
     def held(self, size: Sequence[int], strides: Sequence[int], offset: int) -> torch.Tensor | None:
-        """A view, if all of its elements are at hand.
+        """Return a view, if all of its elements are available; None otherwise.
 
-        An element's address is `outer * run + within`, where a run is all that lies below one index of the axes before
-        the cut one. Steps along the outer axes are whole runs; the others must stay within a range of the slice.
+        An element's address is `outer * run + within`, where a run is the block of elements below one index of the axes
+        before the cut axis. Steps along the outer axes are whole runs; all other steps must stay within a range of the
+        slice.
         """
         if 0 in size:
             return self.local.new_empty(size)
@@ -159,7 +160,7 @@ class _Slice(_Partial):
         return None
 
     def plain(self, operation: str, geometry: Geometry) -> torch.Tensor:
-        """Read only what a view covers of an axis, where no slice that may have been written to is a part of it."""
+        """Read only the range of an axis that covers a view, unless it overlaps the slice (it may have changed)."""
         if 0 in self.shape:
             return super().plain(operation, geometry)
         axis, (start, length) = self._least(geometry)
@@ -174,14 +175,14 @@ class _Slice(_Partial):
         return view
 
     def _least(self, geometry: Geometry) -> tuple[int, Range]:
-        """The range of the cut axis that a view lies in; where nothing is held, of the axis of the least part."""
+        """Return the range of the cut axis that covers a view; if nothing is held, of the axis with the least part."""
         axes = [self.axis] if self.ranges else range(len(self.shape))
         found = {axis: self._covered(geometry, axis) for axis in axes}
         axis = min(found, key=lambda axis: found[axis][1] / self.shape[axis])
         return axis, found[axis]
 
     def _covered(self, geometry: Geometry, axis: int) -> Range:
-        """The range of an axis that a view lies in; all of the axis, if the view goes on in the next run of it."""
+        """Return the range of an axis that a view lies in; the whole axis, if the view extends into its next run."""
         size, strides, offset = geometry
         inner = prod(self.shape[axis + 1 :])
         run = self.shape[axis] * inner
@@ -198,7 +199,7 @@ class _Slice(_Partial):
         return filled, mask
 
     def alike(self, function: Callable[[torch.Tensor], torch.Tensor], order: Sequence[int]) -> _Slice | None:
-        """The slice of what an elementwise function makes of the whole tensor, its axes in another order first."""
+        """Return the slice of an elementwise function's result on the whole tensor, after a permutation of its axes."""
         local = function(self.local.permute(tuple(order)))
         shape = tuple(self.shape[axis] for axis in order)
         axis = list(order).index(self.axis)
@@ -208,7 +209,7 @@ class _Slice(_Partial):
         return _Slice(self.name, local, shape, axis, self.ranges, read, self.usage)
 
     def viewed(self, dtype: torch.dtype) -> _Slice | None:
-        """View the memory as elements of another type; None if the cut is not between these."""
+        """View the memory as elements of another dtype; None if a cut would lie within a new element."""
         old, new, last = self.local.itemsize, dtype.itemsize, len(self.shape) - 1
         is_cut = self.axis == last
         if any(count * old % new for count in (self.shape[-1], *chain(*(self.ranges if is_cut else ())))):
@@ -224,19 +225,19 @@ class _Slice(_Partial):
 
 
 def _highest(size: Sequence[int], strides: Sequence[int], lowest: int, run: int) -> int:
-    """The highest place in a run at which a view has an element; its steps along outer axes are whole runs."""
+    """Return a view's highest position in a run; its steps along outer axes are whole runs."""
     return lowest + sum((length - 1) * stride for length, stride in zip(size, strides, strict=True) if stride % run)
 
 
 class _Rearranged(_Partial):
-    """What an operation that only moves elements has made of global tensors: what is at hand is told by a mask."""
+    """The result of an operation that only moves elements of global tensors; a mask marks the available elements."""
 
     def __init__(
         self, moved: torch.Tensor, mask: torch.Tensor, read: Callable[[str], torch.Tensor], usage: Usage
     ) -> None:
         super().__init__(moved, tuple(moved.shape), moved.stride(), read, usage)
         self._mask = mask
-        """The mask, on the CPU, so that looking at it waits for no device."""
+        """The mask, on the CPU, so that reading it waits for no device."""
 
     def held(self, size: Sequence[int], strides: Sequence[int], offset: int) -> torch.Tensor | None:
         is_held = bool(self._mask.as_strided(size, strides, offset).all())
@@ -259,7 +260,7 @@ class GlobalTensor(torch.Tensor):
     __torch_function__ = torch._C._disabled_torch_function_impl  # type: ignore[assignment]
     _memory: _Partial
     _is_base: bool
-    """Whether this is all of the memory, as it lies."""
+    """True if this tensor covers the whole memory in its original layout."""
 
     @staticmethod
     def of(
@@ -271,15 +272,16 @@ class GlobalTensor(torch.Tensor):
         read: Callable[[Any], torch.Tensor],
         usage: Usage,
     ) -> torch.Tensor:
-        """A global tensor; `local` itself, if it is all of the tensor.
+        """Return a global tensor; `local` itself, if it is the whole tensor.
 
         Args:
             name: for messages.
             local: the slice, contiguous.
             shape: of the whole tensor.
-            axis: that is cut.
-            ranges: (start, length) along `axis` of what the slice holds, in its order.
-            read: reads what an index selects of the whole tensor, if it is needed: all, or a range along an axis.
+            axis: the cut axis.
+            ranges: the slice's (start, length) ranges along `axis`, in its order.
+            read: reads the part of the whole tensor that an index selects, if it is needed: all, or a range along an
+                axis.
             usage: shared by the tensors of a load.
         """
         shape = tuple(shape)
@@ -312,7 +314,7 @@ class GlobalTensor(torch.Tensor):
 
     @staticmethod
     def _of(memory: _Partial, geometry: Geometry | None = None) -> GlobalTensor:
-        """A view of memory; all of it without a geometry."""
+        """Return a view of memory; all of it without a geometry."""
         size, strides, offset = geometry or memory.geometry
         local = memory.local
         self: GlobalTensor = torch.Tensor._make_wrapper_subclass(
@@ -329,7 +331,7 @@ class GlobalTensor(torch.Tensor):
         return f"GlobalTensor({what}, {list(self.shape)} of {list(memory.shape)}, {self.dtype})"
 
     def narrow(self, dim: int, start: Any, length: Any) -> torch.Tensor:
-        """Do what `torch.narrow` does; weight loaders call this first, so it goes without torch's dispatcher."""
+        """Implement `torch.narrow` without torch's dispatcher: weight loaders call this first."""
         memory = self._memory
         if self._is_base and type(memory) is _Slice and memory.axis in (dim, dim + self.ndim) and type(start) is int:
             memory.usage.used.add(memory.name)
@@ -339,7 +341,7 @@ class GlobalTensor(torch.Tensor):
         return torch.Tensor.narrow(self, dim, start, length)
 
     def __getitem__(self, index: Any) -> torch.Tensor:
-        """Do what torch does; slices, which loaders that read lazily ask for, go without torch's dispatcher."""
+        """Implement indexing; slices, which lazily reading loaders use, bypass torch's dispatcher."""
         memory = self._memory
         if self._is_base and type(memory) is _Slice:
             keys = index if type(index) is tuple else (index,)
@@ -352,15 +354,15 @@ class GlobalTensor(torch.Tensor):
         return torch.Tensor.__getitem__(self, index)
 
     def unsqueeze(self, dim: int) -> torch.Tensor:
-        """Do what `torch.unsqueeze` does, without torch's dispatcher, too: loaders of experts call it for each."""
+        """Implement `torch.unsqueeze` without torch's dispatcher: loaders of experts call it for each expert."""
         return self._seen(self._geometrically(torch.Tensor.unsqueeze, dim))
 
     def unbind(self, dim: int = 0) -> tuple[torch.Tensor, ...]:
-        """Do what `torch.unbind` does; see `unsqueeze`."""
+        """Implement `torch.unbind`; see `unsqueeze`."""
         return tuple(map(self._seen, self._geometrically(torch.Tensor.unbind, dim)))
 
     def _geometrically(self, function: Callable[..., Any], *args: Any) -> Any:
-        """What a function makes of a tensor of this geometry, which is not seen by torch's dispatch modes."""
+        """Return a function's result on a tensor of this geometry, without being seen by torch's dispatch modes."""
         self._note_use()
         unseen = torch._C._DisableTorchDispatch()
         try:
@@ -369,23 +371,23 @@ class GlobalTensor(torch.Tensor):
             del unseen
 
     def tolist(self) -> Any:
-        """The elements of the whole tensor, as lists."""
+        """Return the elements of the whole tensor, as lists."""
         return self._plain("tolist").tolist()
 
     def numpy(self, *, force: bool = False) -> Any:
-        """A copy of the whole tensor as an array: writing to it would not change this one's memory."""
+        """Return a copy of the whole tensor as an array: writes to it do not change this tensor's memory."""
         return self._plain("numpy").clone().numpy(force=force)
 
     def data_ptr(self) -> int:
-        """Refused: no memory has all of the tensor."""
+        """Raise PlanError: no memory holds all of the tensor."""
         raise PlanError(f"{self!r}: has no address: its memory is not contiguous")
 
     def _plain(self, operation: str) -> torch.Tensor:
-        """Make this view of the whole tensor, as an ordinary tensor."""
+        """Return this view of the whole tensor, as an ordinary tensor."""
         return self._memory.plain(operation, geometry_of(self))
 
     def _order(self) -> list[int] | None:
-        """The order in which this has the axes of all of the memory; None if it is another view."""
+        """Return the order in which this view has the axes of the whole memory; None if it is another view."""
         (size, strides, offset), (whole_size, whole_strides, _) = geometry_of(self), self._memory.geometry
         base, mine = list(zip(whole_size, whole_strides, strict=True)), list(zip(size, strides, strict=True))
         if offset or sorted(base) != sorted(mine):
@@ -429,7 +431,7 @@ class GlobalTensor(torch.Tensor):
             self._memory.usage.used.add(self._memory.name)
 
     def _seen(self, view: torch.Tensor) -> torch.Tensor:
-        """What a meta tensor is a view of, as a view of the memory: a plain one, if all of it is at hand."""
+        """Return a meta tensor's view as a view of the memory: a plain one, if all of its elements are available."""
         geometry = geometry_of(view)
         held = self._memory.held(*geometry)
         if held is not None:
@@ -438,7 +440,7 @@ class GlobalTensor(torch.Tensor):
 
 
 def _check_written(func: Any, args: Any, kwargs: Any) -> None:
-    """Check that an operation writes to no global tensor: what a slice holds of one is a plain view."""
+    """Check that an operation writes to no global tensor: elements that a slice holds are written by plain views."""
     if names := written_by(func):
         values = dict(zip((argument.name for argument in func._schema.arguments), args, strict=False)) | kwargs
         for target in tree_leaves([values.get(name) for name in names]):
@@ -448,7 +450,7 @@ def _check_written(func: Any, args: Any, kwargs: Any) -> None:
 
 
 def _elementwise(func: Any, tensor: GlobalTensor, rest: Any, kwargs: Any) -> GlobalTensor | None:
-    """What an operation that treats each element by itself makes of all of a slice's memory: done on the slice."""
+    """Return an elementwise operation's result on a whole slice, computed on the slice; None: not possible."""
     memory, order = tensor._memory, tensor._order()
     others = [leaf for leaf in tree_leaves((rest, kwargs)) if isinstance(leaf, torch.Tensor)]
     pointwise = torch.Tag.pointwise in func.tags and torch.Tag.nondeterministic_seeded not in func.tags
@@ -465,7 +467,7 @@ def _elementwise(func: Any, tensor: GlobalTensor, rest: Any, kwargs: Any) -> Glo
 
 
 def _move(func: Any, args: Any, kwargs: Any, usage: Usage) -> torch.Tensor | None:
-    """Carry out an operation that moves elements unchanged, and with it note which of the result are at hand."""
+    """Carry out an operation that moves elements unchanged, on the elements and on the mask of available ones."""
 
     def mask(tensor: torch.Tensor) -> torch.Tensor:
         if isinstance(tensor, GlobalTensor):

@@ -1,6 +1,6 @@
-"""What a load in an engine is: where its weights are, and who loads them, relayout or the engine's own loader.
+"""How an engine's model is loaded: the location of its weights, and the loader: relayout or the engine's own.
 
-The plugins of all engines ask here.
+Shared by the plugins of all engines.
 """
 
 from __future__ import annotations
@@ -44,19 +44,19 @@ _OF_ANOTHER_RANK = rank_file_name(1, 0)
 
 @dataclass(frozen=True)
 class WeightsPlace:
-    """Where an engine's weights are: looked at, and under a policy proven, once, when something is first asked of it.
+    """The location of an engine's weights. It is inspected once, on first use, and verified if there is a policy.
 
-    Each load makes a place, and hands it on to all that decide something about the load.
+    Each load creates a place, and passes it to all functions that decide about the load.
     """
 
     source: str
     """A folder or URL; see `source_url`."""
     is_asked_for: bool = True
-    """Whether a person has told the engine to load by relayout."""
+    """True if the user has selected relayout as the engine's loader."""
 
     @cached_property
     def is_ours(self) -> bool:
-        """Whether relayout loads this, and not the engine alone: it was asked for, or this is a converted folder.
+        """True if relayout loads this: the user selected relayout, or this is a converted folder.
 
         Under a policy the engine's own loader never takes over.
 
@@ -69,10 +69,10 @@ class WeightsPlace:
         return True
 
     def check_policy(self) -> None:
-        """Check that what is here is signed as the policy (RELAYOUT_TRUST) says, if there is one.
+        """Check that the weights are signed as the policy (RELAYOUT_TRUST) requires, if there is one.
 
         Raises:
-            FormatError, PlanError, OSError: it is not; or the policy cannot be read.
+            FormatError, PlanError, OSError: they are not; or the policy cannot be read.
         """
         if policy_of(None) is not None:
             if scheme_of(self.source) == "hf":
@@ -81,27 +81,27 @@ class WeightsPlace:
 
     @property
     def manifest(self) -> Manifest | None:
-        """The manifest; None: this was not converted. What is on the hub by its id is the engine's to find."""
+        """The manifest; None: not converted, or a repository id, which the engine looks up on the hub."""
         return None if scheme_of(self.source) == "hf" else self._content.manifest
 
     @property
     def has_engines_loader(self) -> bool:
-        """Whether engines read a plain checkpoint here by their own loaders: a local folder, or one on the hub."""
+        """True if engines read a plain checkpoint here by their own loaders: a local folder, or one on the hub."""
         return scheme_of(self.source) in (None, "hf")
 
     def otherwise(self, engine: str) -> str:
-        """What happens to a plain checkpoint that is in no cache, for messages."""
+        """Return a clause for messages: how a plain checkpoint is loaded that is in no cache."""
         return f"{engine} loads it itself" if self.has_engines_loader else "it is sliced while it is loaded"
 
     def shapes(self, rank: int, num_ranks: int) -> Shapes | None:
-        """The shapes of the weights, all that the rank reads of a converted folder being here.
+        """Return the shapes of the weights, after checking that all files that the rank reads are present.
 
         Returns:
-            None: they are not known, as of a plain checkpoint that is remote or in another form than safetensors.
+            None: they are not known, for example for a plain checkpoint that is remote or not in safetensors format.
 
         Raises:
             FormatError: a file is missing or damaged.
-            PlanError: there is no such folder, or it lacks ranks.
+            PlanError: the folder does not exist, or it lacks ranks.
         """
         if scheme_of(self.source) == "hf":
             return None
@@ -128,31 +128,31 @@ class WeightsPlace:
 
 @dataclass(frozen=True, slots=True)
 class _Content:
-    """What was found at a place."""
+    """The content found at a place."""
 
     store: Store
-    """The store of the folder. It proves what is read from it, if there is a policy."""
+    """The store of the folder. It verifies all reads, if there is a policy."""
     manifest: Manifest | None
     """The manifest; None: a plain checkpoint."""
 
 
 def find_folder(path: str, engine: str) -> Manifest | None:
-    """The manifest of a converted folder; None for a plain checkpoint.
+    """Return the manifest of a converted folder; None for a plain checkpoint.
 
     Args:
         path: a folder, or the URL of a store.
-        engine: how to ask the engine for its own way to load, for messages.
+        engine: how a user selects the engine's own loader, for messages.
 
     Raises:
-        FormatError: relayout.json is damaged, or missing from what was a converted folder; or RELAYOUT_TRUST wants a
-            signature that is missing, or not of all that is there.
-        PlanError: there is no such folder.
+        FormatError: relayout.json is damaged, or missing from what was a converted folder; or RELAYOUT_TRUST requires a
+            signature that is missing, or does not cover all files.
+        PlanError: the folder does not exist.
     """
     return _look_at(path, engine).manifest
 
 
 def _look_at(path: str, engine: str) -> _Content:
-    """Find a checkpoint, and prove its side files if there is a policy. Arguments as of `find_folder`."""
+    """Find a checkpoint, and verify its side files if there is a policy. Arguments as of `find_folder`."""
     try:
         store = trusted(find_input(path), None)
         manifest = find_manifest(store)
@@ -161,7 +161,7 @@ def _look_at(path: str, engine: str) -> _Content:
         if manifest is not None:
             return _Content(store, manifest)
         reason = None if store.kind() is Kind.FOLDER else explain_missing(store)
-    except PlanError as error:  # Of a store or the hub.
+    except PlanError as error:  # Raised by a store or the hub.
         if policy_of(None) is not None:
             raise
         reason = error.what
@@ -178,14 +178,14 @@ def _look_at(path: str, engine: str) -> _Content:
 
 
 def source_url(model: str, revision: str | None) -> str:
-    """The folder or URL of a model as engines name it: a folder, a URL, or the id of a repository on the hub."""
+    """Return the folder or URL of a model as engines name it: a folder, a URL, or the id of a repository on the hub."""
     if not _REPOSITORY.fullmatch(model) or Path(model).exists():
         return model
     return f"hf://{model}" + (f"@{revision}" if revision else "")
 
 
 def this_device() -> str:
-    """The device that slices are best read to: this process's GPU, if it has one."""
+    """Return the device to read slices to: this process's GPU, if it has one."""
     import torch
 
     return f"cuda:{torch.cuda.current_device()}" if torch.cuda.is_available() else "cpu"
@@ -194,7 +194,8 @@ def this_device() -> str:
 def check_same_model(had: Shapes | None, path: str, new: Shapes | None) -> None:
     """Check that weights are for the model that an engine has loaded, so that an update writes all of it.
 
-    Proof: its loaders take tensors by names and shapes, and with these they have written every parameter before.
+    Reason: the engine's loaders take tensors by names and shapes, and with the same names and shapes they have written
+    every parameter before.
 
     Raises:
         PlanError: they are not.
@@ -210,10 +211,10 @@ def check_same_model(had: Shapes | None, path: str, new: Shapes | None) -> None:
 
 
 def refuse_unproven(path: str | None, what: str) -> None:
-    """Refuse what an engine would load by itself, if there is a policy, since nothing would prove it.
+    """Raise PlanError if there is a policy: the engine would load these weights itself, without verification.
 
     Raises:
-        PlanError, OSError: there is one; or as `policy_of`.
+        PlanError, OSError: there is a policy; or as `policy_of`.
     """
     policy = policy_of(None)
     if policy is not None:
@@ -224,16 +225,16 @@ def refuse_unproven(path: str | None, what: str) -> None:
 
 @dataclass(frozen=True, slots=True)
 class Weights:
-    """relayout delivers the weights of a converted folder, or of a checkpoint that the engine cannot read."""
+    """A load by relayout, of a converted folder, or of a checkpoint that the engine cannot read."""
 
     delivery: Delivery
     engine: EngineRank
-    """The rank that they are for."""
+    """The rank that the weights are for."""
     is_from_cache: bool = False
-    """Whether they are a conversion of a checkpoint that the engine's own loader can read, too."""
+    """True if the weights are a conversion of a checkpoint that the engine's own loader can also read."""
 
     def after(self, error: Exception, source: str) -> Stock:
-        """What loads a model after an error: the engine's own loader, in the place of a conversion in a cache.
+        """Return the engine's own load, to replace a load from the cache that failed.
 
         Raises:
             the error: nothing else can load this.
@@ -247,14 +248,14 @@ class Weights:
 
 @dataclass(frozen=True, slots=True)
 class Stock:
-    """The engine's own loader loads the model, and nothing is checked after it."""
+    """A load by the engine's own loader, with no checks after it."""
 
     why: str
     filling: Filling | None = None
     """A conversion into the cache, for the next start."""
 
     def has_loaded(self) -> None:
-        """Start what waits for the end of the load."""
+        """Start the conversion that waits for the end of the load."""
         if self.filling is not None:
             self.filling.start()
 
@@ -264,44 +265,44 @@ Load: TypeAlias = Weights | Stock
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EngineRank:
-    """One rank of an engine that loads a model: all that a load asks of the engine."""
+    """One rank of an engine that loads a model: all properties of the engine that a load depends on."""
 
     name: str
-    """The engine's."""
+    """The engine's name."""
     logger: Logger
     rank: int
-    """The tensor-parallel rank, among those over which attention is cut."""
+    """The tensor-parallel rank, among the ranks that attention is cut over."""
     num_ranks: int
     owns_experts: bool
-    """Whether each expert is held whole by one process, as with expert parallelism."""
+    """True if each expert is held whole by one process, as with expert parallelism."""
     has_own_block: bool
-    """Whether a rank has the contiguous block of experts that a conversion with --expert-parallel gives it."""
+    """True if the rank uses the contiguous block of experts that a conversion with --expert-parallel gives it."""
     is_placed: Callable[[str], bool] | None
-    """The tensors that the engine places by itself, see `RankWeights`; None: each rank uses what a conversion gives
-    it."""
+    """Returns True for tensors that the engine places by itself, see `RankWeights`; None: each rank uses the tensors
+    that a conversion gives it."""
     is_draft: bool
-    """Whether the model is a draft model. It takes a few of its target's layers, and engines do not say which."""
+    """True for a draft model. It shares a few layers with its target, and engines do not expose which."""
     device: str | torch.device
-    """The device that slices are best read to."""
+    """The device to read slices to."""
     is_skipped: Callable[[str], bool]
     is_unused: Callable[[str], bool]
-    """Tensors that the engine's own loader passes over, or is not expected to use; see `RankWeights`."""
+    """Return True for tensors that the engine's own loader skips, or is not expected to use; see `RankWeights`."""
     local_ranks: tuple[int, ...] | None = None
-    """The ranks on this node, if others are elsewhere; only these are converted. None: all."""
+    """The ranks on this node, if others run on other nodes; only these are converted. None: all."""
     observe: str | None = None
-    """The engine's package, a key of `plans.family.ENGINES`: plans are observed from it for models that no built-in
-    plan is for. None: they are not."""
+    """The engine's package, a key of `plans.family.ENGINES`: plans are observed from it for models without a built-in
+    plan. None: plans are not observed."""
     members: Group | None = None
     """Replicas that load the same rank at the same time."""
     progress: bool = False
 
     @property
     def places_all_experts(self) -> bool:
-        """Whether there is one rank, and the engine uses only some experts in it."""
+        """True if there is one rank, and the engine uses only some experts in it."""
         return self.num_ranks == 1 and self.owns_experts and not self.has_own_block
 
     def check(self, manifest: Manifest, path: str) -> None:
-        """Tell what makes a load of a converted folder slower.
+        """Check that a converted folder suits the engine; warn if another conversion would load faster.
 
         Raises:
             PlanError: the folder has whole experts, and the engine cuts them.
@@ -332,10 +333,10 @@ class EngineRank:
         store: Store | None = None,
         deltas: Paths | None = None,
     ) -> RankWeights:
-        """The tensors at a path for this rank.
+        """Return the tensors at a path for this rank.
 
         Args:
-            manifest: of a folder that a person has converted, checked. None: the checkpoint is plain, or in a cache.
+            manifest: of a folder that the user has converted, checked. None: the checkpoint is plain, or in a cache.
             options, store, deltas: as of `RankWeights`.
         """
         has_all = manifest is None or manifest.num_ranks == 1 or manifest.expert_parallel
@@ -359,7 +360,7 @@ class EngineRank:
 
 
 def open_load(place: WeightsPlace, options: EngineOptions, engine: EngineRank) -> Load:
-    """Decide how a model is loaded from a place. Nothing of its tensors is read yet.
+    """Decide how a model is loaded from a place. None of its tensors is read yet.
 
     Raises:
         FormatError, PlanError, OSError: as `WeightsPlace.is_ours`; or as `EngineRank.check`, `first_start`.
@@ -369,7 +370,7 @@ def open_load(place: WeightsPlace, options: EngineOptions, engine: EngineRank) -
     if place.manifest is not None:
         return Weights(open_converted(place, None, options, engine).deliver(), engine)
     if engine.places_all_experts and not engine.is_draft:
-        # Whole experts lie in a plain checkpoint as in a conversion for one rank.
+        # A plain checkpoint stores whole experts like a conversion for one rank.
         return Weights(engine.weights(place.source, options).deliver(), engine, place.has_engines_loader)
     kept = _first_start(place, options, engine)
     if kept is not None and not isinstance(kept, Filling):  # Converted as this engine cuts and places tensors.
@@ -380,7 +381,7 @@ def open_load(place: WeightsPlace, options: EngineOptions, engine: EngineRank) -
 
 
 def _first_start(place: WeightsPlace, options: EngineOptions, engine: EngineRank) -> KeptConversion | Filling | None:
-    """Convert a model that can be converted into the cache, see `first_start`."""
+    """Convert a model into the cache, see `first_start`. Draft models are not converted."""
     otherwise = place.otherwise(engine.name)
     if engine.is_draft:
         engine.logger.info("relayout: the draft model %s was not converted: %s", place.source, otherwise)
@@ -394,10 +395,10 @@ def _first_start(place: WeightsPlace, options: EngineOptions, engine: EngineRank
 def open_converted(
     place: WeightsPlace, deltas: Paths | None, options: EngineOptions, engine: EngineRank
 ) -> RankWeights:
-    """Open the weights of a converted folder, as deltas change them.
+    """Open the weights of a converted folder, with deltas applied.
 
     Args:
-        deltas: applied in this order; None: the folder is loaded as it is.
+        deltas: applied in this order; None: the folder is loaded unchanged.
 
     Raises:
         FormatError, PlanError, OSError: as `open_load`; or the folder was not converted.
@@ -412,19 +413,20 @@ def open_converted(
 
 @dataclass(slots=True)
 class EngineModel:
-    """A model of an engine, as its start knows it, from the moment when it is made."""
+    """A model of an engine, from its creation on, with the state of its load."""
 
     options: EngineOptions
     place: WeightsPlace | None
-    """The source of the load that is about to begin; None: it has ended, and the next load looks anew."""
+    """The source of the load that is about to begin; None: it has ended, and the next load determines its source anew.
+    """
     marks: Marks | None = None
-    """Marks in memory that was not looked at yet."""
+    """Marks in memory that was not checked yet."""
     load: Load | None = None
     """The load that has begun."""
     names: tuple[Any, ...] | None = None
-    """Names by which the engine's configuration has the weights that relayout has loaded; None: none were loaded."""
+    """The engine configuration's names of the weights that relayout has loaded; None: none were loaded."""
     shapes: Shapes | None = None
-    """Shapes of the weights that it has, if relayout has seen them."""
+    """Shapes of its weights, if relayout has seen them."""
     mapped: frozenset[str] = frozenset()
     """Tensors of the load that is about to begin that are in the model's memory already."""
 
@@ -432,9 +434,9 @@ class EngineModel:
 class ByModel(Generic[Known]):
     """Values that belong to the models of an engine, and live as long as these.
 
-    Engines hand nothing on between making a model, loading it and updating it: each is another call of another loader.
-    So values are kept beside the engine's objects, not in them: by the model, and by its configuration where an engine
-    names no model.
+    Engines pass no state between creating a model, loading it and updating it: each is a separate call of a separate
+    loader. So values are kept outside the engine's objects, keyed by the model, and by its configuration where an
+    engine passes no model.
     """
 
     def __init__(self) -> None:
@@ -443,7 +445,7 @@ class ByModel(Generic[Known]):
     def remember(self, value: Known, *keys: object) -> None:
         """Keep a value by objects of the engine. Objects that cannot be keys are left out."""
         for key in keys:
-            with suppress(TypeError):  # Of a class that compares by value: nothing fails for it.
+            with suppress(TypeError):  # Instances of a class that compares by value: not an error.
                 self._values[key] = value
 
     def forget(self, key: object) -> None:
@@ -460,4 +462,4 @@ class ByModel(Generic[Known]):
 
 
 MODELS: ByModel[EngineModel] = ByModel()
-"""Models that a start has made or loaded."""
+"""Models that a start has created or loaded."""

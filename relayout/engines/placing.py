@@ -1,10 +1,10 @@
-"""Which of the tensors that an engine places by itself it will use: learned from the first layers that it has taken.
+"""Predict which of the tensors that an engine places by itself it will use, from its use of the first layers.
 
-With expert parallelism, a process uses some experts, each whole. Which these are depends on the launch: on the degrees,
-on the placement, on redundant experts. Only the engine's loader knows, which passes over all others before it touches
-their tensors. So tensors of the first layers are given unread, and are read when they are used. Where two layers have
-used the same, that of later layers is read ahead, in large requests. Nothing depends on it: what was not expected is
-read when it is used.
+With expert parallelism, a process uses some experts, each whole. The selection depends on the launch: on the degrees,
+the placement, and redundant experts. Only the engine's loader determines it, and it skips all other experts before it
+touches their tensors. Therefore tensors of the first layers are delivered unread, and are read when they are used. If
+two layers have used the same experts, the same experts of later layers are read ahead, in large requests. Correctness
+does not depend on the prediction: an unexpected tensor is read when it is used.
 """
 
 from __future__ import annotations
@@ -20,26 +20,26 @@ _EXPERT = re.compile(r"(?:.*\.)?experts\.")
 _SHARED = re.compile(r"(?:.*\.)?shared_experts?\.")
 _OF_ALL_RANKS = re.compile(r"(?:.*\.)?(?:mlp|ffn|feed_forward)\.|(?:.*\.)?lm_head\.")
 _NUM_LEARNED = 2
-"""Layers of a kind that are given unread: two that agree are a placement, and no accident."""
+"""Layers of a kind that are delivered unread: if two agree, the selection is taken for a placement."""
 
 
 def is_expert(name: str) -> bool:
-    """Whether a tensor is of routed experts."""
+    """Return True if a tensor belongs to routed experts."""
     return _EXPERT.match(name) is not None
 
 
 def is_shared_expert(name: str) -> bool:
-    """Whether a tensor is of an expert that all tokens pass."""
+    """Return True if a tensor belongs to an expert that all tokens pass."""
     return _SHARED.match(name) is not None
 
 
 def is_of_feed_forward(name: str) -> bool:
-    """Whether a tensor is of what follows attention in a layer, experts among it, or of the output head."""
+    """Return True if a tensor belongs to a layer's part after attention, experts included, or to the output head."""
     return _OF_ALL_RANKS.match(name) is not None or is_expert(name) or is_shared_expert(name)
 
 
 def is_rearranged(table: Any) -> bool:
-    """Return whether experts lie otherwise than in even blocks: some of them twice, or by a map.
+    """Return True if experts are not placed in even blocks: some are replicated, or a map places them.
 
     Args:
         table: an engine's `ExpertLocationMetadata` (SGLang 0.5.23 `eplb/expert_location.py`, TokenSpeed 0.1.1
@@ -60,15 +60,15 @@ class PlacedLayer:
     kind: str
     """The layer's name, with `*` in place of numbers."""
     names: Mapping[str, str]
-    """The tensors' names, by what follows the layer's name."""
+    """The tensors' names, by the part that follows the layer's name."""
 
     def used(self, whole: Collection[str]) -> set[str]:
-        """What of it was used whole, as it is called in each layer."""
+        """Return the parts of names (keys of `names`) of the tensors that were used whole."""
         return {member for member, name in self.names.items() if name in whole}
 
 
 def layers_of(names: Iterable[str]) -> list[PlacedLayer]:
-    """Group names by layers, in the order in which these come first."""
+    """Group names by layers, in order of each layer's first name."""
     layers: dict[str, dict[str, str]] = {}
     for name in names:
         prefix = _layer(name)
@@ -82,15 +82,15 @@ def _layer(name: str) -> str:
 
 
 def first_layers(layers: Sequence[PlacedLayer]) -> list[PlacedLayer]:
-    """The layers from which is learned: the first ones of each kind."""
+    """Return the layers to learn from: the first ones of each kind."""
     return [layer for of_kind in _by_kind(layers).values() for layer in of_kind[:_NUM_LEARNED]]
 
 
 def expected(layers: Sequence[PlacedLayer], whole: Collection[str]) -> list[str]:
-    """The tensors of the other layers that will be used whole, if these are used as the first ones were.
+    """Return the tensors of later layers that will be used whole, if these layers are used like the first ones.
 
     Args:
-        whole: the names of those tensors of the first layers that were.
+        whole: the names of the first layers' tensors that were used whole.
     """
     found = []
     for of_kind in _by_kind(layers).values():

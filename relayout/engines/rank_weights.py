@@ -1,7 +1,7 @@
-"""What an engine is given to load: tensors with the shapes of the whole model, which hold this rank's slices.
+"""The tensors that an engine is given to load: they have the shapes of the whole model, and hold this rank's slices.
 
-And what came of it, as an operator sees it: a line of the log, and counters in the Prometheus registry. Engines serve
-`/metrics` from another process than those that load. prometheus_client adds up what processes count if they have
+The result of a load is reported as a log line, and in counters of the Prometheus registry. Engines serve `/metrics`
+from another process than those that load. prometheus_client adds up the counters of processes if they have
 `PROMETHEUS_MULTIPROC_DIR`, which engines set or take over; without it the counters stay in this process.
 """
 
@@ -42,35 +42,37 @@ _MAX_SHOWN_NAMES = 4
 _SMALL_NBYTES = 4096
 """Slices of fewer bytes are small."""
 _UPDATE_NBYTES = 2**27
-"""Bytes in flight while a live engine's weights are replaced; or what the largest slice needs."""
+"""Bytes in flight while a live engine's weights are replaced; more if the largest slice needs it."""
 _LAYER = re.compile(r"(?:(?:model|language_model|text_model|backbone|transformer|thinker|llm)\.)*layers\.([0-9]+)\.")
-"""The layers of the text model only: others, such as `vision_tower.layers.7.`, have numbers of their own."""
+"""Matches the layers of the text model only: other layers, such as `vision_tower.layers.7.`, are numbered separately.
+"""
 
 
 @dataclass(frozen=True, slots=True)
 class EngineOptions:
-    """What a person can set for a load in an engine; see `relayout.load`."""
+    """Options of a load in an engine that a user can set; see `relayout.load`."""
 
     backend: str = "auto"
     threads: int | None = None
     memory: int | str | None = None
-    """Bytes that may have been read and were not taken by the engine yet: a number, or a size such as "2GiB"."""
+    """Bytes that may have been read and not yet taken by the engine: a number, or a size such as "2GiB"."""
     verify: bool = False
-    """Compare every slice with its digest."""
+    """True to compare every slice with its digest."""
     strict: bool = False
-    """Refuse what has to read the slices of other ranks."""
+    """True to raise an error instead of reading the slices of other ranks."""
     share: bool = True
-    """Data-parallel replicas that load the same rank at the same time read it once, together."""
+    """True to let data-parallel replicas that load the same rank at the same time read it once, together."""
     cache: str | None = None
     """Folder that keeps conversions of plain checkpoints, and files of remote ones; see `relayout.load`."""
     live: bool = False
-    """Note where the weights come to lie in memory, so that an update of SGLang takes as long as what changed."""
+    """True to record the weights' locations in memory, so that an update of SGLang takes time only for changed
+    elements."""
     source: str | None = None
-    """URL of the weights, where the engine's model is a folder with configuration and tokenizer only."""
+    """URL of the weights, if the engine's model is a folder with only configuration and tokenizer."""
 
     @staticmethod
     def parse(values: Mapping[str, object], where: str) -> EngineOptions:
-        """The options as an engine hands them over."""
+        """Parse the options in the form in which an engine passes them."""
         types = get_type_hints(EngineOptions)
         for name, value in values.items():
             if name not in types:
@@ -89,7 +91,7 @@ class EngineOptions:
         return options
 
     def check(self) -> None:
-        """Raise PlanError unless each option has a value that it can have."""
+        """Raise PlanError unless each option has a valid value."""
         if self.backend != "auto":
             from relayout.loader.backends.base import check_name
 
@@ -102,7 +104,7 @@ class EngineOptions:
 
 @contextmanager
 def replicas(group: ProcessGroup | None) -> Iterator[Group | None]:
-    """Enclose all of an engine's load, for the members of a group that load the same rank: an error of one fails all.
+    """Enclose an engine's load, for the members of a group that load the same rank: an error of one fails all.
 
     Args:
         group: None: this process is alone.
@@ -115,7 +117,7 @@ def replicas(group: ProcessGroup | None) -> Iterator[Group | None]:
     members = Group(group)
     try:
         yield members
-        members.fail(PlanError("group: this load cannot be shared"))  # If nothing was.
+        members.fail(PlanError("group: this load cannot be shared"))  # If nothing was shared.
     except BaseException as error:
         members.fail(error)
         raise
@@ -123,17 +125,17 @@ def replicas(group: ProcessGroup | None) -> Iterator[Group | None]:
 
 @dataclass(frozen=True, slots=True)
 class OpenedRank:
-    """The checkpoint of a load, and what is read of it."""
+    """The opened checkpoint of a load, and the tensors to read from it."""
 
     source: RankSource
     contents: TensorColumns
     """The tensors that are read."""
     unread: frozenset[str]
-    """Names of tensors that the engine is given, too, and that are read only if it uses them."""
+    """Names of tensors that the engine is also given, and that are read only if it uses them."""
 
     @property
     def is_mappable(self) -> bool:
-        """Whether slices can be mapped, to be read when they are used. Those that are put together cannot be."""
+        """True if slices can be mapped, to be read on use. Slices assembled from several ranks cannot be mapped."""
         from relayout.loader.view import can_map
 
         return self.source.is_as_stored and can_map(self.contents.files)
@@ -148,32 +150,32 @@ class RankWeights:
     rank: int
     """The engine's tensor-parallel rank."""
     num_ranks: int
-    """The engine's degree; if it is not the folder's, slices are put together from those of its ranks."""
+    """The engine's degree; if the folder has another one, slices are assembled from those of the folder's ranks."""
     options: EngineOptions
     _: KW_ONLY
     store: Store | None = None
-    """What `path` names, if that is open already: a conversion in a cache stays there while this object lives."""
+    """The store of `path`, if it is open already: a conversion stays in a cache while this object lives."""
     deltas: Paths | None = None
-    """Deltas, for an engine that has weights already: what they make of the converted folder, every byte proven."""
+    """Deltas to apply to the converted folder, for an engine that has weights already. Every byte is verified."""
     device: str | torch.device = "cpu"
     """The device of the slices."""
     is_skipped: Callable[[str], bool] = lambda name: False
-    """Whether the engine's own loader is known to pass over a tensor, which it is not given then."""
+    """Returns True for tensors that the engine's own loader skips. The engine is not given these."""
     is_unused: Callable[[str], bool] = lambda name: False
-    """Whether nothing of a tensor is expected to be used. The engine is given it; if it does use it, it is read from
-    the files of all ranks."""
+    """Returns True for tensors that the engine is not expected to use. The engine is given these; if it does use one,
+    it is read from the files of all ranks."""
     is_placed: Callable[[str], bool] | None = None
-    """Whether the engine places a tensor by itself: it is given all of these, whichever rank holds them, and what it
-    uses is read, see `placing`. None: it uses what the rank holds."""
+    """Returns True for tensors that the engine places by itself. It is given all of them, whichever rank holds them,
+    and those that it uses are read, see `placing`. None: the engine uses the tensors that the rank holds."""
     small_first: bool = False
-    """Read and deliver slices of less than a page before all others; see `vllm_reload`."""
+    """True to read and deliver slices of less than a page before all others; see `vllm_reload`."""
     lazy: bool = False
-    """Read slices when they are used, through the page cache, into the CPU's memory, whatever `device` says."""
+    """True to read slices when they are used, through the page cache, into CPU memory, regardless of `device`."""
     progress: bool = False
-    """Show a bar on stderr."""
+    """True to show a progress bar on stderr."""
     members: Group | None = None
-    """Replicas that load this rank of a converted checkpoint, too, and read it together; see `replicas`. The group's
-    backend serves the device."""
+    """Replicas that also load this rank of a converted checkpoint, and read it together; see `replicas`. The group's
+    backend must support the device."""
 
     @cached_property
     def opened(self) -> OpenedRank:
@@ -191,17 +193,17 @@ class RankWeights:
 
     @property
     def is_verified(self) -> bool:
-        """Whether every slice is compared with its digest."""
+        """True if every slice is compared with its digest."""
         return self.options.verify or self.deltas is not None
 
     def stream_options(self) -> Options:
-        """How the slices are read."""
+        """Return the options for reading the slices."""
         from relayout.loader.stream import least_memory
 
         asked = replace(self._asked(), progress=self.progress)
         if asked.memory is None and self.deltas is not None:
             asked = replace(asked, memory=max(_UPDATE_NBYTES, least_memory(self.opened.contents)))
-        if self.lazy:  # The backend that was chosen may be for another device than the CPU.
+        if self.lazy:  # The chosen backend may be for another device than the CPU.
             asked = replace(asked, device="cpu", backend="auto")
         return asked.options()
 
@@ -217,7 +219,7 @@ class RankWeights:
         return replace(contents, source_shapes=contents.shapes).rows(rows)
 
     def _asked(self, **others: Any) -> Asked:
-        """What is asked of the loader."""
+        """Return the request to the loader."""
         from relayout.loader.sources.checkpoint import Asked
 
         asked = Asked(
@@ -235,7 +237,7 @@ class RankWeights:
         return replace(asked, **others)
 
     def without_values(self) -> Iterator[tuple[str, torch.Tensor]]:
-        """Return tensors like the slices that are read, whose values are not read: large ones take no memory."""
+        """Yield tensors like the slices to read, without reading values: large ones take no physical memory."""
         import torch
 
         from relayout.loader.tensors import torch_dtype, torch_shape
@@ -248,20 +250,20 @@ class RankWeights:
             yield name, memory.view(of_torch).view(size)
 
     def stream(self) -> Iterator[tuple[str, torch.Tensor]]:
-        """The slices that are read, in file order, as this process reads them."""
+        """Return an iterator over the slices, in file order, as this process reads them."""
         from relayout.loader.sources.checkpoint import doubting
         from relayout.loader.stream import stream
 
         return doubting(stream(self.opened.contents, self.stream_options()), self.opened.source)
 
     def deliver(self, held: Iterable[tuple[str, torch.Tensor]] | None = None) -> Delivery:
-        """Begin a load; `held` are the slices that are read, if that was done before."""
+        """Begin a load. `held`: the slices, if they were read before."""
         return Delivery(self, held)
 
 
 @dataclass(frozen=True, slots=True)
 class LoadReport:
-    """What a load has done."""
+    """The result of a load."""
 
     rank: int
     num_ranks: int
@@ -270,21 +272,21 @@ class LoadReport:
     nbytes: int = 0
     """Bytes of the rank's slices."""
     seconds: float = 0.0
-    """Seconds from the first to the last tensor, with what the engine did between them."""
+    """Seconds from the first to the last tensor, including the engine's work between them."""
     backend: str = "auto"
     cache: str = "none"
-    """Whether the rank's files were in a cache on the drive: "hit", "miss", or "none": it has no cache."""
+    """State of the rank's files in a cache on the drive: "hit", "miss", or "none" (no cache)."""
     num_whole: int = 0
     """Whole tensors that had to be read from the files of all ranks."""
     whole_nbytes: int = 0
     memory: int = 0
-    """The most bytes that the load was allowed to take beside the engine's tensors."""
+    """The most bytes that the load was allowed to use in addition to the engine's tensors."""
     page_cache_nbytes: int | None = None
-    """Bytes of the files that the page cache has more, or less, than before; None: unknown."""
+    """Change of the files' bytes in the page cache; None: unknown."""
     num_readers: int = 1
-    """Replicas that have read the slices together, each a part of them; 1: this process alone."""
+    """Replicas that read the slices together, each a part of them; 1: this process alone."""
     unused: tuple[str, ...] = ()
-    """Tensors whose slice was read, and that nothing has been asked of yet."""
+    """Tensors with a slice that was read and not used so far."""
 
     def __str__(self) -> str:
         rate = self.nbytes / max(self.seconds, 1e-9)
@@ -301,10 +303,10 @@ class LoadReport:
 
 
 class Delivery:
-    """The tensors of one load on their way to an engine, and what came of it: iterate once, then ask for the report.
+    """The tensors of one load on their way to an engine, and the result: iterate once, then call `report`.
 
-    Tensors that the rank holds whole are plain; the others are global tensors. They are the engine's to keep. One
-    thread may iterate; the tensors may be used by any.
+    Tensors that the rank holds whole are plain; all other tensors are global tensors. The engine owns them. One thread
+    may iterate; any thread may use the tensors.
     """
 
     def __init__(self, weights: RankWeights, held: Iterable[tuple[str, torch.Tensor]] | None = None) -> None:
@@ -318,14 +320,14 @@ class Delivery:
         self._num_tensors = 0
         self._nbytes = 0
         self._cut: list[str] = []
-        """Names of the global tensors whose slices were read."""
+        """Names of the global tensors with slices that were read."""
         self._done: LoadReport | None = None
 
     def __iter__(self) -> Iterator[tuple[str, torch.Tensor]]:
-        """The tensors, in file order; those that are not read come last.
+        """Yield the tensors, in file order; unread tensors come last.
 
-        What the engine places by itself comes before and after all that. Engines that load in threads have used the
-        first of it when the last is read.
+        Tensors that the engine places by itself come before and after all other tensors. Engines that load in threads
+        have used the first of them when the last slice is read.
         """
         from relayout.loader.sources.checkpoint import warn_if_slow
         from relayout.loader.sources.rank import cached_nbytes
@@ -351,7 +353,7 @@ class Delivery:
         )
 
     def report(self) -> LoadReport:
-        """What the load has done."""
+        """Return the result of the load. Raise PlanError if the engine did not take all tensors."""
         if self._done is None:
             what = f"rank {self.weights.rank}: the engine stopped after {self._num_tensors} tensors"
             raise PlanError(what, path=self.weights.path)
@@ -360,7 +362,7 @@ class Delivery:
         return replace(self._done, num_whole=usage.count, whole_nbytes=usage.nbytes, unused=unused)
 
     def read(self, name: str, index: Any) -> torch.Tensor:
-        """A part of a tensor, from the files of all ranks that hold some of it. Any thread may call this."""
+        """Read a part of a tensor, from the files of all ranks that hold some of it. Any thread may call this."""
         return self._whole.get_slice(name)[index]
 
     @property
@@ -376,7 +378,7 @@ class Delivery:
             return self._view
 
     def _expected(self, opened: OpenedRank) -> LoadReport:
-        """The report, with what is known before anything is read."""
+        """Return the part of the report that is known before anything is read."""
         from relayout.loader.sources.checkpoint import held_entry
         from relayout.loader.stream import most_memory
 
@@ -394,7 +396,7 @@ class Delivery:
         )
 
     def _read(self, columns: TensorColumns, left: set[str]) -> Iterator[tuple[str, torch.Tensor]]:
-        """The tensors whose slices are read. All of these come here, or it is an error: `left` are their names."""
+        """Yield the tensors to read, named in `left`. Raise FormatError if one is missing in the end."""
         path = self.weights.path
         with about(path=path):  # An engine has more than one folder: a draft model's, adapters.
             for name, tensor in self._slices(columns, self._tensors()):
@@ -448,7 +450,7 @@ class Delivery:
             yield name, whole
 
     def _unread_of(self, columns: TensorColumns, names: Collection[str]) -> Iterator[tuple[str, torch.Tensor]]:
-        """Give tensors of these names unread: they are read where they are used."""
+        """Yield tensors of these names unread: they are read where they are used."""
         import torch
 
         from relayout.engines.global_tensor import GlobalTensor
@@ -471,7 +473,7 @@ class Delivery:
     def _expected_of(
         self, placed: TensorColumns, names: Collection[str], given: Collection[str]
     ) -> Iterator[tuple[str, torch.Tensor]]:
-        """Read the tensors of these names, and give the others, unread, that were not given yet."""
+        """Yield the tensors of `names`, read; then all others, unread, except those in `given`."""
         from relayout.loader.sources.checkpoint import doubting
         from relayout.loader.stream import stream
 
@@ -485,14 +487,14 @@ class Delivery:
 
 
 def publish(report: LoadReport, logger: Logger) -> None:
-    """Log a load, and count it where prometheus_client is installed. Never raises: a load does not fail for it."""
+    """Log a load, and count it if prometheus_client is installed. Never raises: a load does not fail for it."""
     logger.info("%s", report)
     try:
         for counter, amount in zip(_counters(), (1, report.nbytes, report.seconds), strict=True):
             counter.labels(report.backend, report.cache).inc(amount)
     except ImportError:
         pass
-    except Exception as error:  # PROMETHEUS_MULTIPROC_DIR that cannot be written, or counters of somebody else.
+    except Exception as error:  # PROMETHEUS_MULTIPROC_DIR is not writable, or other code has registered the counters.
         logger.warning("relayout: the load is not counted by Prometheus: %s", error)
 
 
@@ -509,13 +511,13 @@ def _counters() -> tuple[Any, ...]:
 
 
 def _paired(shape: tuple[int, ...], part: Slice) -> Sequence[Range]:
-    """The ranges of a slice, counted in pairs of elements along the last axis."""
+    """Return the ranges of a slice, counted in pairs of elements along the last axis."""
     ranges = part.ranges or ()
     return [(start // 2, length // 2) for start, length in ranges] if part.axis == len(shape) - 1 else ranges
 
 
 def speculative(config: Any) -> Callable[[str], bool]:
-    """Whether a tensor is of layers for speculation (MTP), which a checkpoint's main model does not use.
+    """Return a test for tensors of speculative layers (MTP), which a checkpoint's main model does not use.
 
     Args:
         config: of the text model.
@@ -531,11 +533,11 @@ def speculative(config: Any) -> Callable[[str], bool]:
 
 
 def of_other_layers(stage: range, num_layers: int) -> Callable[[str], bool]:
-    """Whether a tensor is of a layer of the text model that another stage of a pipeline has.
+    """Return a test for tensors of a text model's layers that another pipeline stage holds.
 
     Args:
         stage: the numbers of this stage's layers.
-        num_layers: of all stages. Layers behind these, for speculation, are of no stage.
+        num_layers: of all stages. Later layers, for speculation, belong to no stage.
     """
 
     def is_elsewhere(name: str) -> bool:
@@ -546,12 +548,12 @@ def of_other_layers(stage: range, num_layers: int) -> Callable[[str], bool]:
 
 
 def layer_of(name: str) -> int | None:
-    """The number of the layer of the text model that a tensor is of."""
+    """Return the number of the text model's layer that a tensor belongs to."""
     layer = _LAYER.match(name)
     return None if layer is None else int(layer[1])
 
 
 def listed(names: Sequence[str]) -> str:
-    """Names for a message: the first few, and how many more."""
+    """Return names for a message: the first few, and the number of further ones."""
     text = ", ".join(names[:_MAX_SHOWN_NAMES])
     return text if len(names) <= _MAX_SHOWN_NAMES else f"{text} and {len(names) - _MAX_SHOWN_NAMES} more"

@@ -1,9 +1,9 @@
-"""SGLang: a converted folder is recognized and loads with no flag; `--load-format relayout` insists on it.
+"""SGLang: a converted folder is recognized and loads with no flag; `--load-format relayout` requires it.
 
-SGLang has no registry of load formats, but official hooks for plugins. Five are used: two are around the places where
-all files are found and read, one lets the name of the format pass, and two are around the making of a model and its
-loading: after that, no memory may be left unwritten.
-`--model-loader-extra-config '{"relayout": {...}}'` has the options, which are those of vLLM's plugin.
+SGLang has no registry of load formats, but official hooks for plugins. Five are used: two where all files are found and
+read, one that accepts the name of the format, and two around the creation of a model and its loading: after the load,
+no memory may be left unwritten. `--model-loader-extra-config '{"relayout": {...}}'` takes the same options as vLLM's
+plugin.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ if TYPE_CHECKING:
     _Named: TypeAlias = tuple[str, torch.Tensor]
 
 _OF_DEFAULT_LOADER = {"auto", "safetensors", "fastsafetensors", "instanttensor", "mistral", "npcache", "pt"}
-"""Formats whose tensors SGLang's default loader reads: other loaders write memory in ways of their own."""
+"""Formats that SGLang's default loader reads. Other loaders write memory in different ways."""
 
 
 COMPUTED = {
@@ -53,18 +53,18 @@ COMPUTED = {
 
 
 class _ExtraConfig(dict[str, Any]):
-    """`model_loader_extra_config` as SGLang's loaders get it: without relayout's options, which stand beside it.
+    """`model_loader_extra_config` as SGLang's loaders get it. relayout's options are attributes, not items of the dict.
 
-    This field is SGLang's own place for what loaders are told, so that a copy of the configuration has them, too.
+    SGLang passes options to loaders in this field, so a copy of the configuration keeps relayout's options, too.
     """
 
     options: EngineOptions = EngineOptions()
     is_asked_for: bool = False
-    """Whether the format was `relayout`."""
+    """True if the format was `relayout`."""
 
     @staticmethod
     def of(config: Any) -> _ExtraConfig:
-        """What a configuration has; without options, if `verify` has not seen it."""
+        """Return the options of a configuration; default options if `verify` was not called for it."""
         extra = config.model_loader_extra_config
         return extra if isinstance(extra, _ExtraConfig) else _ExtraConfig(extra or {})
 
@@ -79,7 +79,7 @@ class Hook:
     parameters: tuple[str, ...]
     """Names of the function's first parameters, as this hook expects them."""
     around: Callable[..., Any]
-    """Called in place of the function, with that as its first argument."""
+    """Called in place of the function, which is passed as the first argument."""
 
 
 def register(hooks: Callable[[], Sequence[Hook]] | None = None) -> None:
@@ -98,7 +98,7 @@ def register(hooks: Callable[[], Sequence[Hook]] | None = None) -> None:
 
 
 def _register(hooks: Sequence[Hook]) -> None:
-    """Register hooks with SGLang, if it is as all of them expect it."""
+    """Register hooks with SGLang. Raise TypeError if a function has other parameters than its hook expects."""
     from sglang.srt.plugins.hook_registry import HookRegistry, HookType
 
     for hook in hooks:
@@ -117,9 +117,9 @@ def _target(hook: Hook) -> str:
 
 
 def verify(hooks: Callable[[], Sequence[Hook]], original: Callable[[Any], None], config: Any) -> None:
-    """Hook around `LoadConfig._verify_load_format` that takes out what only relayout understands.
+    """Hook around `LoadConfig._verify_load_format` that removes the values that only relayout understands.
 
-    A process that makes such a configuration is about to load weights, so the loader is hooked here: to import it in
+    A process that creates such a configuration is about to load weights, so the loader is hooked here: to import it in
     every process would cost seconds.
 
     Raises:
@@ -171,9 +171,9 @@ def load_hooks() -> list[Hook]:
 
 
 def choose_loader(original: Callable[..., Any], load_config: Any, model_config: Any = None) -> Any:
-    """Hook around `get_model_loader` under a policy: loaders that read weights in a way of their own are refused."""
+    """Hook around `get_model_loader` under a policy: refuse loaders that read weights in a different way."""
     loader = original(load_config, model_config)
-    # These two read by `_get_weights_iterator`, if they do not quantize what transformers has read.
+    # These two read by `_get_weights_iterator`, unless they quantize weights that transformers has read.
     is_read_here = type(loader).__name__ == "DefaultModelLoader" or (
         type(loader).__name__ == "ModelOptModelLoader" and model_config._is_already_quantized()
     )
@@ -186,13 +186,13 @@ def choose_loader(original: Callable[..., Any], load_config: Any, model_config: 
 def weights_iterator(
     original: Callable[..., Iterator[_Named]], loader: Any, source: Any, **settings: Any
 ) -> Iterator[_Named]:
-    """Hook around `DefaultModelLoader._get_weights_iterator` that gives what relayout loads; all else is SGLang's."""
+    """Hook around `DefaultModelLoader._get_weights_iterator`: yield relayout's tensors, or SGLang's own."""
     known = _known_of_source(loader.load_config, source)
     return deliver(known, None, loader, source, partial(original, loader, source, **settings))
 
 
 def _known_of_source(config: Any, source: Any) -> EngineModel:
-    """Return what is known of the model that tensors are read for, whose load begins, and where they are."""
+    """Return the model that tensors are read for, with the location of its weights; a new one if none is known."""
     url, extra = source_url(str(source.model_or_path), getattr(source, "revision", None)), _ExtraConfig.of(config)
     known = MODELS.of(source.model_config)
     if known is not None and known.place is not None and known.place.source == url:
@@ -208,7 +208,7 @@ def deliver(
     Args:
         known: the model, with the place of its weights.
         weights: opened before; None: those at the place.
-        loader, source: SGLang's `DefaultModelLoader`, and what it reads.
+        loader, source: SGLang's `DefaultModelLoader`, and the source that it reads.
         stock: returns the tensors as SGLang reads them itself.
     """
     assert known.place is not None
@@ -237,16 +237,16 @@ def _given(known: EngineModel, loader: Any, source: Any, stock: Callable[[], Ite
         except (RelayoutError, OSError) as error:
             known.load = load = load.after(error, str(source.model_or_path))
     if isinstance(load, Stock):
-        yield from stock()  # After an error the model is given all tensors anew, and writes over what it has.
+        yield from stock()  # After an error the model is given all tensors again, and overwrites earlier ones.
         load.has_loaded()
 
 
 def prepare_weights(
     original: Callable[..., tuple[str, list[str], bool]], loader: Any, model_name_or_path: str, *args: Any, **named: Any
 ) -> tuple[str, list[str], bool]:
-    """Hook around `DefaultModelLoader._prepare_weights`: of a folder with slices only, the files that the rank reads.
+    """Hook around `DefaultModelLoader._prepare_weights`: for a folder with slices only, return the rank's files.
 
-    SGLang asks for them to have them in the page cache early, and not to read them.
+    SGLang uses the result to have the files in the page cache early, not to read them.
     """
     folder = str(model_name_or_path)
     manifest = find_manifest(find_input(folder)) if Path(folder).is_dir() else None
@@ -263,7 +263,8 @@ def prepare_weights(
 def make_model(original: Callable[..., Any], model_config: Any, load_config: Any, *settings: Any, **named: Any) -> Any:
     """Hook around `_initialize_model`: the memory of a model that relayout may load is marked.
 
-    That of a draft model is not: it shares modules with its target after the load, and keeps others as they were made.
+    A draft model is not marked: it shares modules with its target after the load, and leaves others in their initial
+    state.
     """
     load_format, extra = load_config.load_format, _ExtraConfig.of(load_config)
     is_default = str(getattr(load_format, "value", load_format)).lower() in _OF_DEFAULT_LOADER
@@ -283,7 +284,7 @@ def make_model(original: Callable[..., Any], model_config: Any, load_config: Any
 
 @contextmanager
 def _mapping_tables(known: EngineModel, model_config: Any) -> Iterator[None]:
-    """Map tables of n-grams where a converted folder has them, if SGLang is to keep them in files."""
+    """Map n-gram tables that a converted folder has, if SGLang is to keep them in files."""
     place = known.place
     assert place is not None
     if place.manifest is None or known.options.verify or policy_of(None) is not None or not is_in_file(model_config):
@@ -299,9 +300,9 @@ def _mapping_tables(known: EngineModel, model_config: Any) -> Iterator[None]:
 
 
 def load_weights(original: Callable[..., None], model: Any, weights: Any, *settings: Any, **named: Any) -> None:
-    """Hook around `DefaultModelLoader.load_weights_only`: all memory of a model that was marked has been written.
+    """Hook around `DefaultModelLoader.load_weights_only`: check that all marked memory of a model has been written.
 
-    What SGLang has loaded itself may have left some as it was made: there it has its values again.
+    If SGLang has loaded the model itself, unwritten memory is restored to its initial values.
     """
     original(model, weights, *settings, **named)
     known = MODELS.of(model)

@@ -1,4 +1,4 @@
-"""This process of SGLang, as a load or an update sees it."""
+"""Properties of this SGLang process that a load or an update depends on."""
 
 from __future__ import annotations
 
@@ -11,17 +11,17 @@ from relayout.engines.placing import is_expert, is_of_feed_forward, is_rearrange
 from relayout.engines.rank_weights import of_other_layers, speculative
 
 FORMAT = "relayout"
-"""The name of the load format that insists on relayout."""
+"""The name of the load format that requires relayout."""
 LOGGER = getLogger("sglang.relayout")
 
 
 def is_draft(model_config: Any, draft_model_idx: int | None = None) -> bool:
-    """Whether a model is a draft model."""
+    """Return True if a model is a draft model."""
     return draft_model_idx is not None or bool(getattr(model_config, "is_draft_model", False))
 
 
 def engine_rank(model_config: Any, draft_model_idx: int | None = None) -> EngineRank:
-    """All that a load asks of SGLang."""
+    """Return the properties of this process that a load depends on."""
     from sglang.srt.runtime_context import get_parallel
 
     parallel, of_draft = get_parallel(), is_draft(model_config, draft_model_idx)
@@ -47,33 +47,33 @@ def engine_rank(model_config: Any, draft_model_idx: int | None = None) -> Engine
 
 
 def cut_rank(parallel: Any) -> tuple[int, int]:
-    """The rank for which attention is cut, and how many there are: most of what is not experts is cut so.
+    """Return the rank, and the number of ranks, that attention is cut for: most other tensors are cut alike.
 
-    With data-parallel attention these are fewer than processes (SGLang 0.5.23 `layers/dp_attention.py`,
-    `compute_dp_attention_world_info`). What follows attention is then cut over all processes, or whole.
+    With data-parallel attention there are fewer such ranks than processes (SGLang 0.5.23 `layers/dp_attention.py`,
+    `compute_dp_attention_world_info`). The layers after attention are then cut over all processes, or whole.
     """
     return parallel.attn_tp_rank, parallel.attn_tp_size
 
 
 def _expert_places() -> Any:
-    """SGLang's own table of places for experts, which a process makes before it loads weights; None: there is none."""
+    """Return SGLang's own expert location table, which a process creates before it loads weights; None: none."""
     from sglang.srt.eplb.expert_location import get_global_expert_location_metadata
 
     return get_global_expert_location_metadata()
 
 
 def shapes_at(place: WeightsPlace) -> Shapes | None:
-    """The shapes of the weights at a place."""
+    """Return the shapes of the weights at a place."""
     from sglang.srt.runtime_context import get_parallel
 
     return place.shapes(*cut_rank(get_parallel()))
 
 
 def of_other_stages(parallel: Any, num_layers: int | None) -> Callable[[str], bool]:
-    """Whether a tensor is of a layer of another stage of the pipeline."""
+    """Return a test for tensors of layers of another pipeline stage."""
     if parallel.pp_size == 1 or num_layers is None:
         return lambda name: False
     from sglang.srt.distributed.utils import get_pp_indices
 
-    # Proof: SGLang's models pass over these by the same number.
+    # Source: SGLang's models skip these layers by the same function.
     return of_other_layers(range(*get_pp_indices(num_layers, parallel.pp_rank, parallel.pp_size)), num_layers)

@@ -1,9 +1,9 @@
-"""SGLang's table of n-grams in a file: a private map of the rank's rows where a conversion has stored them.
+"""SGLang's n-gram table in a file: a private map of the rank's rows at their location in the converted folder.
 
-With `--ple-offload-backend file`, SGLang 0.5.23 (`srt/models/qwen4_exp_ple_table.py`) makes a file for the table, maps
-it, and writes all of it at each start. A converted folder has a rank's rows as one aligned run (`table = true` in a
-plan). So the run is mapped in its place, copy-on-write, and its shards are left out of the load: nothing is written,
-and pages are read when the kernel asks for rows. A table that is stored otherwise is SGLang's to make.
+With `--ple-offload-backend file`, SGLang 0.5.23 (`srt/models/qwen4_exp_ple_table.py`) creates a file for the table,
+maps it, and writes all of it at each start. A converted folder stores a rank's rows as one aligned run (`table = true`
+in a plan). This run is mapped instead, copy-on-write, and the table's shards are left out of the load: nothing is
+written, and pages are read when the kernel accesses rows. SGLang itself creates a table that is stored differently.
 """
 
 from __future__ import annotations
@@ -28,23 +28,23 @@ if TYPE_CHECKING:
 
 _SHARD = re.compile(r"(.*\.ngram_embedding\.shard_)[0-9]+(\.weight)")
 _ROWS = re.compile(r"rows([0-9]+)-([0-9]+)")
-"""The tag of a table: the rows that the rank has of the vocabulary, without padding."""
+"""The tag of a table: the range of the vocabulary's rows that the rank holds, without padding."""
 _RANDOM = 1
-"""MADV_RANDOM of `asm-generic/mman-common.h`, which SGLang's own map has, too."""
+"""MADV_RANDOM of `asm-generic/mman-common.h`, which SGLang's own map also uses."""
 _ALLOCATE, _PREFETCHER = "allocate_ple_host_table", "make_ple_file_prefetcher"
 
 
 def is_in_file(model_config: Any) -> bool:
-    """Whether SGLang is to keep tables of n-grams of a model in files."""
+    """Return True if SGLang is configured to keep a model's n-gram tables in files."""
     config: Any = getattr(model_config, "hf_text_config", None)
     return bool(getattr(config, "ple_offload_embedding", False)) and config.ple_offload_backend == "file"
 
 
 class MappedTables:
-    """The tables of one model that are mapped while it is made."""
+    """The tables of one model that are mapped while it is created."""
 
     def __init__(self, path: str, rank: int, num_ranks: int, logger: Logger) -> None:
-        """Map those of a converted folder; `rank` is the one whose slices the engine loads."""
+        """Map the tables of a converted folder; `rank` is the rank that the engine loads."""
         self._path, self._rank, self._num_ranks, self._logger = path, rank, num_ranks, logger
         self.names: set[str] = set()
         """Tensors that are mapped, and that the engine is not given."""
@@ -69,7 +69,7 @@ class MappedTables:
             setattr(module, _PREFETCHER, prefetcher)
 
     def _map(self, shape: tuple[int, ...], dtype: torch.dtype, tag: str | None) -> torch.Tensor | None:
-        """The table of these rows, mapped; None: the folder does not have it so, or has two of them."""
+        """Return the table of these rows, mapped; None: the folder does not store it as one run, or has two of them."""
         from relayout.loader.rows import open_rows
         from relayout.loader.sources.checkpoint import Asked
 
@@ -104,7 +104,7 @@ def _mapped(table: RowReader, shape: tuple[int, ...]) -> torch.Tensor | None:
     import torch
 
     run = table.run
-    # Behind the run there is nothing in its last page.
+    # The last page has no content after the run.
     if run is None or run.offset % mmap.PAGESIZE or run.offset + run.nbytes != run.file.nbytes:
         return None
     # Private: SGLang maps it to write to it, which must not change the folder.
@@ -120,7 +120,7 @@ def _mapped(table: RowReader, shape: tuple[int, ...]) -> torch.Tensor | None:
 
 
 def _shifted(prefetcher: Any, table: Any) -> Any:
-    """The prefetcher, which counts pages from the first of the table, for a table that begins inside a file."""
+    """Return a prefetcher that counts pages from the start of the file, for a table that begins inside a file."""
     pages = getattr(table, "_relayout_offset", 0) // mmap.PAGESIZE
     if prefetcher is not None and pages:
         ordinary: Callable[[list[int]], None] = prefetcher._advise

@@ -1,13 +1,14 @@
 """TokenSpeed: a converted folder is recognized and loads with no flag.
 
-TokenSpeed's plugins can register models and kernels, but no load format, and its command takes only its own formats
-(0.1.1, `runtime/plugins/registry.py` and `runtime/utils/server_args.py`). So the options of relayout, and the wish to
-load plain checkpoints by it, come in an environment variable: `RELAYOUT_TOKENSPEED='{"cache": "/nvme/relayout"}'`.
+TokenSpeed's plugins can register models and kernels, but no load format, and its command accepts only its own formats
+(0.1.1, `runtime/plugins/registry.py` and `runtime/utils/server_args.py`). So the options of relayout, and the request
+to load plain checkpoints with it, are passed in an environment variable: `RELAYOUT_TOKENSPEED='{"cache":
+"/nvme/relayout"}'`.
 
-One function of TokenSpeed is replaced: `_initialize_model` of `runtime/model_loader/loader.py`. All of its loaders make
-a model by it. The next call of its default loader is `model.load_weights(weights)`, where `weights` is a generator that
-opens no file before its first tensor. For this one call the method of the model is replaced: it takes relayout's
-tensors, or the generator if the load is TokenSpeed's own.
+One function of TokenSpeed is replaced: `_initialize_model` of `runtime/model_loader/loader.py`. All of its loaders
+create a model with it. The next call of its default loader is `model.load_weights(weights)`, where `weights` is a
+generator that opens no file before its first tensor. For this one call the method of the model is replaced: it takes
+relayout's tensors, or the generator if TokenSpeed loads the model itself.
 """
 
 from __future__ import annotations
@@ -43,21 +44,21 @@ if TYPE_CHECKING:
     _Named = tuple[str, torch.Tensor]
 
 OPTIONS = "RELAYOUT_TOKENSPEED"
-"""The environment variable with the options, as a JSON object; if it is set, plain checkpoints are loaded, too."""
+"""The environment variable with the options, as a JSON object. If it is set, relayout also loads plain checkpoints."""
 _LOGGER = getLogger("tokenspeed.relayout")
 _OF_DEFAULT_LOADER = {"auto", "instanttensor", "mistral", "npcache", "pt", "safetensors"}
-"""Formats that TokenSpeed's default loader reads: other loaders make values in ways of their own."""
+"""Formats that TokenSpeed's default loader reads. Other loaders produce values in different ways."""
 IGNORED = {"w13_weight_shape", "w2_weight_shape"}
 """Parameters of experts that no loader writes: TokenSpeed drops them after the load (0.1.1
 `layers/moe/weights/mxint4.py`)."""
 _EMBEDDING = ".embed_tokens.weight"
 _DRAFTS = ("NextN", "Eagle3", "DFlash", "DSpark")
-"""Parts of the names of architectures that are draft models only. TokenSpeed gives a draft model such a name where its
-checkpoint has the name of the target (0.1.1 `runtime/utils/hf_transformers_utils.py`, `get_config`)."""
+"""Parts of the names of architectures that are draft models only. TokenSpeed gives a draft model such a name if its
+checkpoint has the target's name (0.1.1 `runtime/utils/hf_transformers_utils.py`, `get_config`)."""
 
 
 def register() -> None:
-    """Replace TokenSpeed's function that makes a model. May be called any number of times.
+    """Replace TokenSpeed's function that creates a model. May be called any number of times.
 
     Raises:
         AttributeError, TypeError: this TokenSpeed is not as expected.
@@ -78,7 +79,7 @@ def register() -> None:
 
 
 def choose_loader(original: Callable[[Any], Any], load_config: Any) -> Any:
-    """Stand in the place of `get_model_loader` under a policy: loaders that read weights in their own way are refused.
+    """Replace `get_model_loader` under a policy: refuse loaders that read weights in a different way.
 
     Raises:
         PlanError: the loader is not the default one.
@@ -97,12 +98,12 @@ def make_model(
     model_config: Any,
     load_config: Any,
 ) -> Any:
-    """Stand in the place of `_initialize_model`: what relayout may load is marked, and loads its weights once by it.
+    """Replace `_initialize_model`: mark a model that relayout may load, and let relayout load its weights once.
 
-    That of a draft model is not marked: it shares modules with its target after the load.
+    A draft model is not marked: it shares modules with its target after the load.
 
     Args:
-        original: makes the model.
+        original: creates the model.
         check_scales: TokenSpeed's own check of the tensors that it passes to a model.
         model_config, load_config: TokenSpeed's.
 
@@ -134,7 +135,7 @@ def make_model(
 
 
 def _known(model_config: Any) -> EngineModel:
-    """Return where a model's weights are, and how they are to be loaded."""
+    """Return the location of a model's weights, and the options of its load."""
     text, url = os.environ.get(OPTIONS), source_url(str(model_config.model_path), model_config.revision)
     try:
         options = json.loads(text or "{}")
@@ -145,7 +146,7 @@ def _known(model_config: Any) -> EngineModel:
     parsed = EngineOptions.parse(options, OPTIONS)
     if parsed.live or parsed.source is not None:
         raise PlanError(f"{OPTIONS}: live and source: not for TokenSpeed", code="option")
-    # With this variable TokenSpeed looks for models by their ids elsewhere than on the Hugging Face hub.
+    # With this variable TokenSpeed looks up model ids elsewhere than on the Hugging Face hub.
     is_elsewhere = scheme_of(url) == "hf" and "TOKENSPEED_USE_MODELSCOPE" in os.environ
     return EngineModel(parsed, WeightsPlace(url, is_asked_for=bool(text) and not is_elsewhere))
 
@@ -158,12 +159,12 @@ def _load_weights(
     check_scales: Callable[[Iterator[_Named]], Iterator[_Named]],
     weights: Iterator[_Named],
 ) -> Any:
-    """Stand in the place of a new model's `load_weights`: let it load; check that all its memory was written.
+    """Replace a new model's `load_weights`: let it load; check that all its memory was written.
 
     Args:
         weights: the tensors as TokenSpeed reads them itself.
     """
-    # Later calls are those of live updates.
+    # Later calls are live updates.
     del model.load_weights
     if model.load_weights != original:  # The model had one of its own.
         model.load_weights = original
@@ -192,12 +193,12 @@ def _load_weights(
 
 
 def engine_rank(model: Any, model_config: Any) -> EngineRank:
-    """All that a load asks of TokenSpeed."""
+    """Return the properties of this process that a load depends on."""
     mapping, of_draft = model_config.mapping, is_draft(model_config)
     attention, experts, text_config = mapping.attn, mapping.moe, model_config.hf_text_config
     owns_experts = experts.ep_size > 1
     degrees = {mapping.dense.tp_size, mapping.lm_head.tp_size, *(() if owns_experts else (experts.tp_size,))}
-    # With data-parallel attention, what follows it is cut over other processes than attention, or whole.
+    # With data-parallel attention, the layers after it are cut over other processes than attention, or whole.
     is_placed = is_of_feed_forward if degrees != {attention.tp_size} else is_expert if owns_experts else None
     is_by_use = is_placed or (lambda name: False)
     is_block = owns_experts and experts.ep_size == attention.tp_size
@@ -214,14 +215,14 @@ def engine_rank(model: Any, model_config: Any) -> EngineRank:
         is_placed=(lambda name: name.endswith(_EMBEDDING) or is_by_use(name)) if is_whole else is_placed,
         is_draft=of_draft,
         device=this_device(),
-        # Proof: TokenSpeed's own loader passes over the tensors that this method refuses.
+        # Source: TokenSpeed's own loader skips the tensors that this method rejects.
         is_skipped=lambda name: is_elsewhere(name) or (is_used is not None and not is_used(name)),
         is_unused=speculative(text_config) if not of_draft else lambda name: False,
     )
 
 
 def _has_whole_embedding(model: torch.nn.Module) -> bool:
-    """Whether each rank has the whole embedding, as DeepSeek's class makes it (0.1.1 `models/deepseek_v3.py`)."""
+    """Return True if each rank has the whole embedding, as in DeepSeek's class (0.1.1 `models/deepseek_v3.py`)."""
     return any(
         f".{name}.weight".endswith(_EMBEDDING) and getattr(module, "tp_size", None) == 1
         for name, module in model.named_modules()
@@ -229,23 +230,23 @@ def _has_whole_embedding(model: torch.nn.Module) -> bool:
 
 
 def is_draft(model_config: Any) -> bool:
-    """Whether a model is a draft model, by the names of its architectures."""
+    """Return True if a model is a draft model, by the names of its architectures."""
     names = getattr(model_config.hf_config, "architectures", None) or ()
     return any(part in name for name in names for part in _DRAFTS)
 
 
 def _of_other_stages(mapping: Any, num_layers: int | None) -> Callable[[str], bool]:
-    """Whether a tensor is of a layer of another stage of the pipeline."""
+    """Return a test for tensors of layers of another pipeline stage."""
     if mapping.pp_size == 1 or num_layers is None:
         return lambda name: False
     from tokenspeed.runtime.distributed.pp_stage import pp_layer_window
 
-    # Proof: TokenSpeed's models pass over these by the same number.
+    # Source: TokenSpeed's models skip these layers by the same function.
     return of_other_layers(range(*pp_layer_window(num_layers, mapping)), num_layers)
 
 
 def _expert_places() -> Any:
-    """TokenSpeed's own table of places for experts, which a process makes before it loads; None: there is none."""
+    """Return TokenSpeed's own expert location table, which a process creates before it loads; None: none."""
     from tokenspeed.runtime.moe.expert_location import get_global_expert_location_metadata
 
     return get_global_expert_location_metadata()

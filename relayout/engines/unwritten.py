@@ -1,11 +1,11 @@
-"""Memory of a model that nobody has written: it is marked where it is allocated, and looked at after the load.
+"""Detect memory of a model that was never written: it is marked when it is allocated, and checked after the load.
 
-An engine makes parameters without values, or with random ones, and its loader fills them. What gives a value on purpose
-(ones, zeros, a table) writes over the marks, and so does the loader, in whatever way. So a mark that is still there
-after the load proves that nobody has written these bytes: that is an error, or, where the engine may leave it so, they
-are given back what they had, so that no mark outlives a load. Marks are few, as each touches a page, and spread evenly:
-consecutive memory of a 33rd of a parameter has one (so has each part of fused layers), and half of an expert has one.
-A parameter of at most 512 KiB is full of them. Needs torch at import time.
+An engine creates parameters without values, or with random ones, and its loader fills them. Code that sets a value on
+purpose (ones, zeros, a table) overwrites the marks, and so does the loader, in whatever way. A mark that remains after
+the load therefore proves that these bytes were never written. That is an error; or, where the engine may leave them so,
+the bytes are restored to their values before marking, so that no mark outlives a load. Marks are few, as each touches a
+page, and spread evenly: any contiguous 1/33 of a parameter has one (so has each part of fused layers), and half of an
+expert has one. A parameter of at most 512 KiB is full of them. Needs torch at import time.
 """
 
 from __future__ import annotations
@@ -27,11 +27,12 @@ from relayout.loader.tensors import memory_of
 
 _WITHOUT_VALUE = {torch.empty, torch.empty_like, torch.empty_strided, torch.Tensor.new_empty}
 _RANDOM = {torch.Tensor.uniform_, torch.Tensor.normal_, init.uniform_, init.normal_, init.kaiming_uniform_}
-"""What torch's own layers fill their parameters with."""
+"""Functions that torch's own layers fill their parameters with."""
 _MARK = 0x7FA57FA57FA57FA5
-"""A number that is, as a float of 2, 4 or 8 bytes, a NaN that no computation makes."""
+"""A number that is, as a float of 2, 4 or 8 bytes, a NaN that no computation produces."""
 _NUMBERS = {2: torch.int16, 4: torch.int32, 8: torch.int64}
-"""What a mark is compared as: as elements of floats, otherwise whole, since each byte may be that of a weight."""
+"""The dtypes that marks are compared in: the element width of floats, otherwise 8 bytes, since each byte may be a
+weight."""
 _MAX_FULL_NBYTES = 2**19
 """The most bytes of memory that is full of marks."""
 _NUM_MARKS, _NUM_ENTRY_MARKS = 2**6, 4
@@ -54,17 +55,18 @@ def inspection() -> Iterator[None]:
 
 
 def is_inspecting() -> bool:
-    """Return whether this thread is within `inspection`: what it does to memory is relayout's own affair."""
+    """Return True if this thread is within `inspection`: its memory accesses are relayout's own."""
     return _is_inspecting.get()
 
 
 class Marks(TorchFunctionMode):
-    """Marks memory that gets no value, and parameters that get random ones, while a model is made within it."""
+    """Marks memory that gets no value, and parameters that get random ones, while a model is created within it."""
 
     def __init__(self) -> None:
         super().__init__()
         self._replaced: dict[int, tuple[StorageWeakRef, torch.Tensor | None, torch.Tensor, int]] = {}
-        """The memory, where marks are, what was there, and the unit, by a number of the memory."""
+        """The memory, the positions of marks, the values replaced by them, and the unit in bytes, by the memory's
+        number."""
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         result = func(*args, **(kwargs or {}))
@@ -73,13 +75,13 @@ class Marks(TorchFunctionMode):
         return result
 
     def _mark(self, tensor: torch.Tensor) -> None:
-        # Only memory that a tensor has for itself: a view may share it with what has a value.
+        # Only memory that one tensor has for itself: a view may share memory that has a value.
         if not _has_memory(tensor) or tensor.untyped_storage().nbytes() != tensor.nbytes:
             return
         memory = StorageWeakRef(tensor.untyped_storage())  # type: ignore[no-untyped-call]
         numbers, positions = _marked(tensor)
         if positions is None:
-            numbers = numbers[: tensor.nbytes // _unit(tensor) * _unit(tensor) // 2]  # A part of a unit is not seen.
+            numbers = numbers[: tensor.nbytes // _unit(tensor) * _unit(tensor) // 2]  # A partial unit is not checked.
             self._replaced[memory.cdata] = memory, None, numbers.clone(), _unit(tensor)
             numbers.fill_(_MARK >> 48)
         else:
@@ -88,17 +90,18 @@ class Marks(TorchFunctionMode):
 
     @inspection()
     def give_back(self, model: torch.nn.Module) -> None:
-        """Let all memory that nobody has written have again what it had before it was marked: the load is over.
+        """Restore all unwritten memory to its values before marking: the load is over.
 
         Args:
-            model: that was made; others may read its memory as another dtype than it was made with.
+            model: the model that was created; its parameters may read the memory in another dtype than it was created
+                with.
         """
         units: dict[int, int] = {}
         for tensor in filter(_has_memory, (*model.parameters(), *model.buffers())):
             key = StorageWeakRef(tensor.untyped_storage()).cdata  # type: ignore[no-untyped-call]
             units[key] = max(units.get(key, 2), _unit(tensor))
         for key, (memory, positions, before, unit) in self._replaced.items():
-            # None: it is gone.
+            # None: it was freed.
             storage = torch.UntypedStorage._new_with_weak_ptr(memory.cdata)
             if storage is not None:
                 _give_back(storage, positions, before, max(unit, units.get(key, 2)))
@@ -106,7 +109,7 @@ class Marks(TorchFunctionMode):
 
 
 def check_written(model: torch.nn.Module, path: str, engine: str, exempt: Collection[str] = ()) -> None:
-    """Check that all memory of a model that was made within `Marks` has been written.
+    """Check that all memory of a model that was created within `Marks` has been written.
 
     Args:
         path: of the checkpoint, for messages.
@@ -120,7 +123,7 @@ def check_written(model: torch.nn.Module, path: str, engine: str, exempt: Collec
 
 @inspection()
 def unwritten(model: torch.nn.Module) -> list[str]:
-    """Names of the parameters, and of the buffers that a checkpoint can have, where a mark is left."""
+    """Return the names of the parameters, and of the buffers that a checkpoint can have, where a mark is left."""
     samples: dict[tuple[torch.device, torch.dtype], list[tuple[str, torch.Tensor]]] = {}
     for name, tensor in {id(tensor): (name, tensor) for name, tensor in _stored(model)}.values():
         if _has_memory(tensor):
@@ -159,9 +162,9 @@ def _give_back(storage: torch.UntypedStorage, positions: torch.Tensor | None, be
 
 
 def _sample(tensor: torch.Tensor) -> torch.Tensor:
-    """What lies in a tensor where its memory was marked, as numbers that are compared with a mark."""
+    """Return a tensor's values at the marked positions of its memory, as integers to compare with a mark."""
     numbers, positions = _marked(tensor)
-    if tensor.untyped_storage().nbytes() != tensor.nbytes:  # Marks beside the tensor are not its own.
+    if tensor.untyped_storage().nbytes() != tensor.nbytes:  # Marks outside the tensor are not its own.
         memory, base = memory_of(tensor), tensor.untyped_storage().data_ptr()
         start, end = memory.address - base, memory.end - base
         if positions is None:
@@ -174,24 +177,25 @@ def _sample(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def _unit(tensor: torch.Tensor) -> int:
-    """How many bytes are compared with a mark at once."""
+    """Return the number of bytes that are compared with a mark at once."""
     return tensor.itemsize if tensor.is_floating_point() and tensor.itemsize > 1 else 8
 
 
 def _has_memory(tensor: torch.Tensor) -> bool:
-    # Other classes of tensors stand for memory that is not theirs.
+    # Other tensor classes stand for memory that is not theirs.
     is_plain = isinstance(tensor, torch.nn.Parameter) or type(tensor) is torch.Tensor
     return is_plain and tensor.layout == torch.strided and not tensor.is_meta and tensor.nbytes > 0
 
 
 def _marked(tensor: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor | None]:
-    """All of the memory that a tensor is a view of, as numbers, and the positions of marks; None: it is full of them.
+    """Return a tensor's whole storage, as integers, and the positions of marks; None: it is full of them.
 
-    The numbers have 8 bytes, or 2 if the memory is full of marks.
+    The integers have 8 bytes, or 2 if the memory is full of marks.
     """
     storage = tensor.untyped_storage()
     nbytes = storage.nbytes()
-    # A parameter may have another shape than its memory was made with: of two numbers, the marks of the less are found.
+    # A parameter's shape may differ from its allocation's. The marks of both are prefixes of one sequence, so the marks
+    # of the shorter prefix are found.
     num_marks = max(_NUM_MARKS, _NUM_ENTRY_MARKS * tensor.shape[0] if tensor.dim() > 2 else 0)
     is_full = nbytes <= max(_MAX_FULL_NBYTES, 8 * num_marks)
     itemsize = 2 if is_full else 8
@@ -202,5 +206,5 @@ def _marked(tensor: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor | None]:
 
 @lru_cache(maxsize=64)  # Layers have the same sizes.
 def _positions(num_marks: int, count: int, device: torch.device) -> torch.Tensor:
-    """Which of `count` numbers are marks: multiples of the golden section, which spread evenly, however many."""
+    """Return the indices of marks among `count` numbers: multiples of the golden section, which spread evenly."""
     return torch.arange(num_marks, dtype=torch.float64).mul_(_GOLDEN).frac_().mul_(count).long().to(device)

@@ -1,8 +1,8 @@
-"""vLLM: a converted folder is recognized and loads with no flag; `--load-format relayout` insists on it.
+"""vLLM: a converted folder is recognized and loads with no flag; `--load-format relayout` requires it.
 
-With that flag, the first start on a plain checkpoint converts it into a cache, if there is one.
+With that flag, the first start on a plain checkpoint converts it into a cache, if one is configured.
 
-vLLM's own weight loaders do all the cutting, fusing and padding; they are handed global tensors.
+vLLM's own weight loaders do all the cutting, fusing and padding; they receive global tensors.
 """
 
 from __future__ import annotations
@@ -41,11 +41,11 @@ if TYPE_CHECKING:
 
 FORMAT = "relayout"
 _LOGGER = getLogger("vllm.relayout")
-"""Below vLLM's own logger, which is set up to be seen."""
+"""A child of vLLM's own logger, which is configured to be visible."""
 _OPTIONS = ("enable_multithread_load", "num_threads", "enable_weights_track")
-"""Options of vLLM's own loader, for what that loads; the last one is for the check of what was loaded, too."""
+"""Options of vLLM's own loader, for loads by it; the last one also controls the check of unwritten memory."""
 _OF_TARGET = {"embed_tokens", "lm_head"}
-"""Modules that vLLM lets draft models share with their target after the load, where their checkpoints have none."""
+"""Modules that vLLM lets draft models share with their target after the load, if their checkpoints have none."""
 _PADDED = {"input_mix_weight_down_block_inject"}
 """Modules with rows of padding that no loader writes (vLLM 0.33 `models/qwen4_exp/nvidia/hyperconnection.py`)."""
 _NAMES = ("model", "model_weights", "revision")
@@ -53,7 +53,7 @@ _NAMES = ("model", "model_weights", "revision")
 
 
 def register(methods: type[VllmLoader] | None = None) -> None:
-    """Tell vLLM about the load format, and let its default recognize converted folders. May be called repeatedly.
+    """Register the load format, and let vLLM's default recognize converted folders. May be called repeatedly.
 
     Args:
         methods: see `loader_class`.
@@ -65,7 +65,7 @@ def register(methods: type[VllmLoader] | None = None) -> None:
     if getattr(formats.get(FORMAT), "__module__", None) != __name__:
         formats.pop(FORMAT, None)  # A vLLM that has the format calls `plugins.vllm_loader`: the same, with less.
         model_loader.register_model_loader(FORMAT)(loader_class(DefaultModelLoader, methods=methods))
-        if formats.get("auto") is DefaultModelLoader:  # Else it is another plugin's.
+        if formats.get("auto") is DefaultModelLoader:  # Otherwise it is another plugin's.
             formats["auto"] = loader_class(DefaultModelLoader, is_asked_for=False, methods=methods)
     if policy_of(None) is not None:
         others = {name: loader for name, loader in formats.items() if getattr(loader, "__module__", None) != __name__}
@@ -73,7 +73,7 @@ def register(methods: type[VllmLoader] | None = None) -> None:
 
 
 def _refused(loader: type[Any], load_config: Any) -> Any:
-    """Stand in the place of a loader that reads weights in a way of its own."""
+    """Create a loader that reads weights in a different way. Raise PlanError if there is a policy."""
     refuse_unproven(None, f"--load-format {load_config.load_format} is not loaded by relayout")
     return loader(load_config)
 
@@ -84,11 +84,11 @@ def loader_class(
     is_asked_for: bool = True,
     methods: type[VllmLoader] | None = None,
 ) -> type[Any]:
-    """The model loader: vLLM's default one, but for where the tensors come from.
+    """Return the model loader: vLLM's default one, except for the source of the tensors.
 
     Args:
-        is_asked_for: else only what is a converted folder is loaded by it.
-        methods: a subclass of `VllmLoader`, such as the one for models that change while they live. None: that itself.
+        is_asked_for: False: only converted folders are loaded by it.
+        methods: a subclass of `VllmLoader`, such as the one for live models that change. None: `VllmLoader`.
     """
     needed = ("create_model", "load_weights", "get_all_weights", "_get_weights_iterator", "download_model", "register")
     missing = [name for name in needed if not hasattr(stock, name)]
@@ -107,7 +107,7 @@ def loader_class(
 
 @dataclass(frozen=True, slots=True)
 class _Setup:
-    """What all loaders of a class have in common."""
+    """Settings that all loaders of a class share."""
 
     stock: type[Any]
     """vLLM's `DefaultModelLoader`."""
@@ -117,7 +117,7 @@ class _Setup:
 
 
 class VllmLoader:
-    """The methods of `RelayoutModelLoader`, which holds vLLM's own loader: that does all but finding the tensors."""
+    """The methods of `RelayoutModelLoader`. It holds vLLM's own loader, which does all but finding the tensors."""
 
     setup: _Setup
     load_config: Any
@@ -125,7 +125,7 @@ class VllmLoader:
     def __init__(self, load_config: Any) -> None:
         options = dict(load_config.model_loader_extra_config or {})
         known = {field.name for field in fields(EngineOptions)}
-        # What neither knows is refused by the one that was asked for.
+        # An option unknown to both loaders is rejected by the one the user selected.
         names = set(_OPTIONS) if self.setup.is_asked_for else options.keys() - known
         of_vllm = {name: options.pop(name) for name in list(options) if name in names}
         self._option_names = tuple(options)
@@ -133,23 +133,23 @@ class VllmLoader:
         if self._options.live:
             what = 'live: only for SGLang; for vLLM it is --weight-transfer-config \'{"backend": "relayout"}\''
             raise PlanError(f"--model-loader-extra-config: {what}", code="option")
-        # vLLM's own loader refuses options that it does not know, and may still have to load a draft model.
+        # vLLM's own loader rejects unknown options, and may still have to load a draft model.
         own_config = replace(load_config, load_format="auto", model_loader_extra_config=of_vllm)
         self.setup.base.__init__(self, own_config)
         self._stock = self._make_stock()
         self.load: Load | None = None
-        """The load that was carried out last."""
+        """The most recent load."""
 
     def _make_stock(self) -> Any:
         return self.setup.stock(self.load_config)
 
     def source_of(self, model_config: Any) -> str:
-        """The folder or URL of a model's weights."""
+        """Return the folder or URL of a model's weights."""
         own = source_url(_path(model_config), getattr(model_config, "revision", None))
         return own if _is_draft(model_config) or self._options.source is None else self._options.source
 
     def _place(self, model_config: Any) -> WeightsPlace:
-        """Where a model's weights are."""
+        """Return the location of a model's weights."""
         place = WeightsPlace(self.source_of(model_config), self.setup.is_asked_for)
         if self._option_names and not place.is_ours:
             what = f"--model-loader-extra-config: {', '.join(self._option_names)}: only for folders that relayout has"
@@ -159,13 +159,13 @@ class VllmLoader:
         return place
 
     def download_model(self, model_config: Any) -> None:
-        """Let vLLM download what is no converted folder."""
+        """Delegate to vLLM's downloader unless the model is a converted folder."""
         place = self._place(model_config)
         if not place.is_ours or (place.has_engines_loader and place.manifest is None):
             self._stock.download_model(model_config)
 
     def create_model(self, vllm_config: Any, model_config: Any, prefix: str = "") -> Any:
-        """The model, without weights; if relayout loads it, in memory that is marked."""
+        """Return the model, without weights; if relayout loads it, in marked memory."""
         place = self._place(model_config)
         if not place.is_ours:
             return self._stock.create_model(vllm_config, model_config, prefix)
@@ -177,11 +177,11 @@ class VllmLoader:
         return model
 
     def load_model(self, *arguments: Any, **options: Any) -> Any:
-        """Make the model, load it and make it ready for kernels, as vLLM does."""
+        """Create the model, load it and prepare it for kernels, as vLLM does."""
         return self.setup.base.load_model(self, *arguments, **options)
 
     def load_weights(self, model: Any, model_config: Any) -> None:
-        """Let the model load this rank's weights; check that all its memory was written, or is as vLLM leaves it."""
+        """Load this rank's weights into the model; check that all its memory was written, or is as vLLM leaves it."""
         known = MODELS.of(model)
         if known is None or known.place is None or known.place.source != self.source_of(model_config):
             known = EngineModel(self._options, self._place(model_config))
@@ -209,13 +209,13 @@ class VllmLoader:
             known.marks.give_back(model)
 
     def _given(self, weights: Weights, place: WeightsPlace, model: Any) -> Iterator[tuple[str, torch.Tensor]]:
-        """Return the tensors of a first load, as vLLM is given them."""
+        """Return the tensors of a first load, in the form that vLLM receives."""
         return self._tensors(weights.delivery, model)
 
     def _take(
         self, weights: Weights, tensors: Iterator[tuple[str, torch.Tensor]], model: Any, model_config: Any
     ) -> None:
-        """Let vLLM's own loader load tensors: it takes what `get_all_weights` returns, and checks names."""
+        """Let vLLM's own loader load tensors: it takes the result of `get_all_weights`, and checks names."""
         loader = self._make_stock()
         loader.get_all_weights = lambda *_: tensors
         loader.counter_before_loading_weights = time.perf_counter()  # vLLM logs the seconds since then.
@@ -238,7 +238,7 @@ class VllmLoader:
             _LOGGER.warning("relayout: %s", error)
 
     def get_all_weights(self, model_config: Any, model: Any) -> Iterable[tuple[str, torch.Tensor]]:
-        """(name, tensor) of the checkpoint, as this rank has them, for vLLM's `reload_weights`."""
+        """Return this rank's (name, tensor) pairs of the checkpoint, for vLLM's `reload_weights`."""
         place, known = self._place(model_config), MODELS.of(model)
         names = None if known is None else known.names
         if names is None and not place.is_ours:
@@ -264,16 +264,16 @@ class VllmLoader:
         return weights
 
     def _tensors(self, delivery: Delivery, model: Any) -> Iterator[tuple[str, torch.Tensor]]:
-        """What is delivered, and then what the model class names beside it: files or folders that vLLM reads itself."""
+        """Chain the delivered tensors and the files or folders that the model class names for vLLM to read itself."""
         beside = getattr(model, "secondary_weights", ())
         for source in beside:
             refuse_unproven(source.model_or_path, f"has weights of {type(model).__name__} that vLLM reads itself")
         return chain(delivery, chain.from_iterable(map(self._stock._get_weights_iterator, beside)))
 
     def _get_weights_iterator(self, source: Any) -> Iterator[tuple[str, torch.Tensor]]:
-        """(name, tensor) of a source, as programs ask vLLM's default loader for them; all tensors are whole.
+        """Yield (name, tensor) of a source, for programs that call vLLM's default loader; all tensors are whole.
 
-        Nobody knows to which model they go, so nothing is cut, and what cuts them cuts them once.
+        The target model is unknown here, so nothing is cut, and code that cuts the tensors cuts them once.
         """
         path = "/".join(filter(None, (str(source.model_or_path), getattr(source, "subfolder", None))))
         place = WeightsPlace(source_url(path, getattr(source, "revision", None)), is_asked_for=False)
@@ -287,12 +287,12 @@ class VllmLoader:
                 yield source.prefix + name, folder.get_tensor(name)
 
     def _engine_rank(self, model: Any, model_config: Any, members: Group | None = None) -> EngineRank:
-        """This process, as a load sees it."""
+        """Return the properties of this process that a load depends on."""
         from vllm.config import get_current_vllm_config
         from vllm.distributed import get_tensor_model_parallel_rank, get_tensor_model_parallel_world_size
 
         is_draft = _is_draft(model_config)
-        # Before anything that may differ from node to node, as all ranks must take part.
+        # Before any step that may differ between nodes, as all ranks must take part.
         local_ranks = _ranks_of_node() if self.setup.is_asked_for and not is_draft else None
         rank, num_ranks = get_tensor_model_parallel_rank(), get_tensor_model_parallel_world_size()
         parallel = get_current_vllm_config().parallel_config
@@ -323,9 +323,9 @@ def _path(model_config: Any) -> str:
 
 
 def _padded_experts(model: torch.nn.Module) -> set[str]:
-    """Names of the parameters of experts that a class makes wider than the checkpoint has them (vLLM 0.33 Kimi K3).
+    """Return the names of expert parameters that a class makes wider than in the checkpoint (vLLM 0.33 Kimi K3).
 
-    No loader writes their padding, and kernels pass over it.
+    No loader writes their padding, and kernels skip it.
     """
     found = set()
     for module, layer in model.named_modules():
@@ -341,7 +341,7 @@ def _is_draft(model_config: Any) -> bool:
 
 
 def _experts(parallel: Any, num_ranks: int) -> tuple[bool, Callable[[str], bool] | None]:
-    """Whether a rank has the block of experts that a conversion gives it, and which tensors vLLM places by itself."""
+    """Return True if a rank has a conversion's block of experts, and a test for tensors that vLLM places itself."""
     if not parallel.enable_expert_parallel:
         return False, None
     num_owners = num_ranks * parallel.data_parallel_size * getattr(parallel, "prefill_context_parallel_size", 1)
@@ -353,9 +353,9 @@ def _experts(parallel: Any, num_ranks: int) -> tuple[bool, Callable[[str], bool]
 
 
 def _group(device: Any) -> ProcessGroup | None:
-    """The group of the processes that have this rank in data-parallel replicas; None if there is none.
+    """Return the group of the processes that have this rank in data-parallel replicas; None if there is none.
 
-    vLLM has one for mixtures of experts only: replicas of other models know nothing of each other. With expert
+    vLLM has such a group for mixtures of experts only: replicas of other models are not connected. With expert
     parallelism the tensors of replicas differ.
     """
     from vllm.config import get_current_vllm_config
@@ -371,13 +371,14 @@ def _group(device: Any) -> ProcessGroup | None:
 
 
 def _ranks_of_node() -> tuple[int, ...] | None:
-    """The tensor-parallel ranks on this node, rising; None if all are. Every rank of the group calls it.
+    """Return the tensor-parallel ranks on this node, ascending; None if all are. Every rank of the group calls it.
 
-    Node after node is found as vLLM counts them (`_node_count` of vLLM 0.32): by who sees the memory that one shares.
+    Nodes are detected one by one as in vLLM (`_node_count` of vLLM 0.32): by which ranks see the memory that one
+    shares.
     """
     try:
         from vllm.distributed.parallel_state import get_node_count, get_tp_group, in_the_same_node_as
-    except ImportError:  # Of another version: each node converts all ranks.
+    except ImportError:  # Another version: each node converts all ranks.
         return None
     if get_node_count() == 1:
         return None
@@ -396,10 +397,10 @@ def _ranks_of_node() -> tuple[int, ...] | None:
 def _of_other_stages(
     model: Any, model_config: Any, parallel: Any
 ) -> tuple[Callable[[str], bool], Callable[[str], bool]]:
-    """Whether a tensor is of a layer, and whether it is of another module, that another stage of the pipeline has.
+    """Return two tests for tensors of another pipeline stage: of its layers, and of its other modules.
 
-    Proof: the class of the placeholder, by which vLLM's own loaders pass over layers, too. There are other
-    placeholders, which a loader replaces by what it then loads.
+    Source: the class of the placeholder, by which vLLM's own loaders skip layers, too. Other placeholder classes exist,
+    which a loader replaces by the modules that it then loads.
     """
     if parallel.pipeline_parallel_size == 1:
         return lambda name: False, lambda name: False
@@ -407,7 +408,7 @@ def _of_other_stages(
 
     missing = [name for name, module in model.named_modules() if isinstance(module, PPMissingLayer)]
     layers = tuple(f"{name}." for name in missing if name.rpartition(".")[2].isdigit())
-    # Tied, the embedding may be wanted where only its module is missing.
+    # A tied embedding may be needed where only its module is missing.
     is_tied = getattr(model_config.hf_text_config, "tie_word_embeddings", True)
     others = () if is_tied else tuple({f"{name}." for name in missing}.difference(layers))
     mapper = getattr(model, "hf_to_vllm_mapper", None)
@@ -420,5 +421,5 @@ def _of_other_stages(
 
 
 def _device(model: Any) -> Any:
-    """The device of the parameters: slices are best read to there."""
+    """Return the device of the parameters, which slices are read to."""
     return next((parameter.device for parameter in model.parameters() if parameter.device.type == "cuda"), "cpu")

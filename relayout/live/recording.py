@@ -11,7 +11,8 @@ as lost. When it changes, the engine itself loads it again, together with all ot
 knowledge of architectures is needed.
 
 **Invariants.**
-- A slice is in `Recorded.views` only if every use of it was a plain copy, and no other write overlapped the copies.
+- A slice is in `Recorded.views` only if every use of it was a plain copy, no other write overlapped the copies, and its
+  modules own no transformed storage.
 - Every other slice that the engine used is in `Recorded.reloaded`, with the modules that received it, or with no module
   if these are not known.
 - Storages are identified by number (`_cdata`). A weak reference is held, so that no other storage gets the same number.

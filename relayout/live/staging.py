@@ -95,7 +95,8 @@ class Content:
     columns: TensorColumns
     """The rank's slices, without those of tensors that the engine takes whole."""
     state: RankState | None
-    """The digests of these slices, for deltas; None: the slices are assembled from those of other ranks."""
+    """The table and digests of these slices, which deltas apply to; None: the slices are assembled from those of other
+    ranks."""
 
     @staticmethod
     def of(weights: RankWeights) -> Content:

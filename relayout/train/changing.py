@@ -1,12 +1,31 @@
-"""What changed since the last step is found where the weights are, and goes to those that keep it: `Changing`.
+"""Find the elements that changed since the last step, and send them to the members that write them.
 
-A process that writes weight files, or takes the digest of a whole tensor, keeps *images*: their bytes as of the last
-step. A member of a group that has a part of a tensor compares it with the last step's: with its own images, if these
-have all of the part, else with a copy that it keeps. Only elements that differ go to the images of all members, in
-rounds; where most differ, whole runs do. What they change there goes into the delta, and is digested again; of what did
-not change, nothing is sent, written, or digested.
+**Problem.** A training step changes few bytes of the weights, and a delta should cost only these. But the process that
+holds a part of a tensor is rarely the one that writes the rank files containing it. Sending all weights to the writers
+at each step would cost as much as a full save.
 
-When a folder is made, nothing is believed to be equal: all elements go to the images, which are compared there.
+**Idea.** A process that writes weight files, or computes the digest of a whole tensor, keeps *images*: their bytes as
+of the last step. A member of a group compares its part of a tensor with the last step's bytes: with its own images if
+these contain the whole part, otherwise with a copy of the part that it keeps. Only elements that differ are sent to the
+images of all members, in rounds; in a block where most differ, whole runs are sent. The receiver applies them to its
+image. The XOR of old and new bytes goes into the delta, and the changed chunks, slices and tensors are digested again.
+Unchanged data is not sent, written or digested. When a folder is written, no element is assumed to be equal: all
+elements are sent and compared with the images.
+
+**Invariants.**
+- After a step, the images equal the weights of that step on all members, and each kept digest belongs to the bytes of
+  the images.
+- All members use the same layout and hold the same parts as at the last step. Otherwise `KeptStep` is empty, and the
+  step is a whole folder.
+- All members call the same methods in the same order. The exchange of a window ends for all members in the same round,
+  when each has sent its last block.
+- Chunks of a file are encoded once, after the last window of tensors that overlaps them.
+
+**What can go wrong.** An error in the middle leaves images that mix two steps. The publisher then forgets all of them
+(`KeptStep.forget`), so the next step is a folder. Weights that change while they are read make a step inconsistent; the
+caller must prevent this. A changed element that is not found would be missing from every later delta. A tensor that its
+hasher holds whole is therefore digested from the weights themselves, and each step with a folder sends and compares
+everything.
 """
 
 from __future__ import annotations
@@ -35,9 +54,9 @@ from relayout.train.comparing import KeptStep, StepOutput
 from relayout.train.group_save import PlannedSave, Shares, are_overlapping
 
 _BLOCK_NBYTES = 2**19
-"""What one thread compares at a time: both versions of it are in the cache of a core."""
+"""Bytes that one thread compares at a time: both versions fit in the cache of a core."""
 _DENSE = 8
-"""Runs of all elements are sent if more than one in so many has changed."""
+"""Send whole runs when more than 1/`_DENSE` of a block's elements changed."""
 _SOURCE = -1
 """Stands in place of a slice for the whole tensor."""
 
@@ -46,28 +65,28 @@ Places = npt.NDArray[np.int64]
 
 @dataclass(frozen=True, slots=True)
 class _Route:
-    """Where a part that this member holds goes to."""
+    """The destination of a part that this member holds."""
 
     member: int
     which: int
     """The slice, or `_SOURCE`."""
     transfers: tuple[Transfer, ...]
-    """How the bytes of the part are copied to those of the slice."""
+    """The copies from the bytes of the part to those of the slice."""
 
     def clipped(self, extent: Extent) -> Iterator[Transfer]:
-        """What of it comes from some bytes of the part."""
+        """Yield the copies that read from some bytes of the part."""
         return chain.from_iterable(one.clipped(extent.offset, extent.end) for one in self.transfers)
 
 
 _Block = tuple[int, Extent]
-"""Some bytes of the part that a member holds of a tensor."""
+"""A tensor, and some bytes of the part of it that a member holds."""
 _NONE = np.empty(0, np.uint32)
 _NUM_FIELDS = 6
 
 
 @dataclass(frozen=True, slots=True)
 class _Piece:
-    """Elements of a slice: in runs; or single ones, behind a first."""
+    """Elements of a slice: in runs of equal length, or single elements at offsets from a first one."""
 
     tensor: int
     which: int
@@ -75,29 +94,29 @@ class _Piece:
     start: int
     """Byte offset in the slice of the first element."""
     count: int
-    """Runs, or single elements."""
+    """Number of runs, or of single elements."""
     nbytes: int
-    """Bytes of a run; 0: they are single elements."""
+    """Bytes of a run; 0: the elements are single."""
     stride: int
     """Bytes from one run to the next in the slice."""
     places: npt.NDArray[np.uint32]
-    """How many elements behind the first each single one is, rising."""
+    """Offsets of single elements from the first, in elements, ascending."""
     values: Bytes
-    """The elements, one behind the other."""
+    """The elements, contiguous."""
 
     @property
     def head(self) -> list[int]:
-        """What a message says of it."""
+        """The piece's header in a message."""
         return [self.tensor, self.which, self.start, self.count, self.nbytes, self.stride]
 
     def end(self, width: int) -> int:
-        """Byte offset in the slice behind the last element."""
+        """Return the byte offset in the slice of the end of the last element."""
         if self.nbytes:
             return self.start + (self.count - 1) * self.stride + self.nbytes
         return self.start + (int(self.places[-1]) + 1) * width
 
     def put(self, memory: Bytes, start: int, width: int, xor: Bytes | None = None, xor_start: int = 0) -> None:
-        """Put the elements into memory, where the first is at `start`; and what changes by that into `xor`."""
+        """Write the elements to memory, the first one at `start`, and their XOR with the old bytes to `xor`."""
         if self.nbytes:
             shape, strides = (self.count, self.nbytes), (self.stride, 1)
             target, values = np.ndarray(shape, np.uint8, memory.data, start, strides), self.values.reshape(shape)
@@ -113,10 +132,10 @@ class _Piece:
 
 
 class _Pending:
-    """A weight file that is being changed: from front to back, but for what lies in one window of tensors."""
+    """A weight file with a changing image: from front to back, in any order within one window of tensors."""
 
     def __init__(self, file: RankFile, image: Bytes, cut: Sequence[CutTensor], *, is_compared: bool) -> None:
-        """Begin a file of a layout with these tensors. `is_compared`: what changed is wanted, as an XOR."""
+        """Begin a file of a layout with these tensors. If `is_compared`, record the changes as an XOR."""
         self.file, self.image = file, image
         sizes = {t: cut[t].rank_nbytes(file.holder) for t in file.tensors}
         self.widths = element_widths(
@@ -126,12 +145,12 @@ class _Pending:
         self._ends = {t: offset + sizes[t] for t, offset in zip(file.tensors, file.offsets, strict=True)}
         self._start = self._end = file.data_start
         self._xor: Bytes | None = np.empty(0, np.uint8) if is_compared else None
-        """What changed from `_start` on, which is the first byte of the first chunk that is not complete."""
+        """The XOR of old and new bytes from `_start` on, the first byte of the first incomplete chunk."""
         self._changed: set[int] = set()
         """Numbers of chunks in which elements may have changed."""
 
     def reach(self, window: Iterable[int]) -> None:
-        """Have memory for what changes in these tensors."""
+        """Extend the XOR memory to the end of these tensors."""
         self._end = max([self._end, *(self._ends[t] for t in window if t in self._ends)])
         if self._xor is not None:
             longer = np.zeros(self._end - self._start, np.uint8)
@@ -146,7 +165,7 @@ class _Pending:
         piece.put(self.image, low, width, self._xor, low - self._start)
 
     def complete(self) -> list[tuple[int, Bytes | None]]:
-        """The chunks that were changed, and do not change any more: number, and XOR. The memory is the next call's."""
+        """Return number and XOR of each changed chunk that is now complete. The memory is reused by the next call."""
         done = [number for number in sorted(self._changed) if self.chunks[number].end <= self._end]
         self._changed.difference_update(done)
         if self._xor is None:
@@ -162,14 +181,14 @@ class _Pending:
 
 
 class Changing:
-    """Brings the images of all members to what these hold now; see `group_save.Making`."""
+    """Updates the images of all members to the weights that these hold now; see `group_save.Making`."""
 
     def __init__(self, save: PlannedSave, kept: KeptStep, threads: int, shares: Shares, output: Output) -> None:
         """Take part.
 
         Args:
-            kept: of the last step, of which the layout and what the members hold were the same; or nothing.
-            output: a `StepOutput`. If it makes a folder, everything is sent.
+            kept: the last step, with the same layout and the same parts held by the members; or empty.
+            output: a `StepOutput`. If it writes a folder, everything is sent.
         """
         assert isinstance(output, StepOutput)
         self._save, self._kept, self._threads, self._output = save, kept, threads, output
@@ -181,14 +200,14 @@ class Changing:
         self._composed = cache(_composed)
         self._routes = {t: self._routes_of(t) for t in save.held}
         self._slices: set[tuple[int, int]] = set()
-        """What has changed of slices that this member writes."""
+        """Slices written by this member that have changed, by tensor and position."""
         self._sources: set[int] = set()
-        """What has changed of whole tensors that it keeps."""
+        """Whole tensors kept by this member that have changed."""
         if not kept.is_there:
             self._begin()
 
     def _begin(self) -> None:
-        """Allocate what is kept."""
+        """Allocate the images and copies."""
         kept, files = self._kept, () if self._own is None else self._own.layout.files
         kept.files = kept.memories({file.name: file.nbytes for file in files})
         kept.chunks = {file.name: [b""] * file.num_chunks for file in files}
@@ -206,7 +225,7 @@ class Changing:
         return parts.sizes[parts.cut.which[self._me]]
 
     def _needs_copy(self, t: int) -> bool:
-        """Whether others want what this member holds of a tensor, and its own images do not have all of that."""
+        """Return True if a tensor's part is sent, and this member's own images do not contain the whole part."""
         mine = [route for route in self._routes[t] if route.member == self._me and route.which != _SOURCE]
         nbytes = sum(part.total_nbytes for route in mine for part in route.transfers)
         has_all = nbytes == self._held_nbytes(t) and not are_overlapping(self._planned.cut[t])
@@ -216,7 +235,7 @@ class Changing:
         return max(1, BITS[self._planned.cut[t].dtype] // 8)
 
     def _routes_of(self, t: int) -> list[_Route]:
-        """Where this member sends its part of a tensor."""
+        """Return the destinations of this member's part of a tensor."""
         parts, cut = self._save.holders.parts[t], self._planned.cut[t]
         mine, hasher = parts.cut.which[self._me], self._hashers.get(t)
         routes = []
@@ -246,7 +265,7 @@ class Changing:
         return self._written(unit)
 
     def _windows(self, order: Sequence[int]) -> Iterator[list[int]]:
-        """Tensors that follow each other, of about as many bytes as all members send in a round; or a larger one."""
+        """Yield consecutive tensors of at most the bytes that all members send in a round; or one larger tensor."""
         limit = self._save.group.num_members * round_nbytes(self._save.group.num_members)
         window, nbytes = list[int](), 0
         for t in order:
@@ -259,7 +278,7 @@ class Changing:
         yield window
 
     def _exchange(self, window: Sequence[int], pending: Mapping[str, _Pending]) -> None:
-        """Find what changed in some tensors, and put it where it goes, with all other members."""
+        """Find the changes in some tensors, and apply them at their destinations, together with all other members."""
         limit, batches, room = round_nbytes(self._save.group.num_members), [list[_Block]()], 0
         for t in window:
             for extent in split(Extent(0, self._held_nbytes(t) if self._routes.get(t) else 0), _BLOCK_NBYTES):
@@ -287,7 +306,7 @@ class Changing:
         self._slices.add((t, piece.which))
 
     def _changed(self, block: _Block) -> list[tuple[int, _Piece]]:
-        """What changed in a block of what this member holds, for each member that wants it."""
+        """Return the changes in a block of this member's part, for each member that needs them."""
         t, extent = block
         data, width = self._save.held[t].bytes_of(extent), self._width(t)
         elements, copy = data.view(f"<u{width}"), self._kept.parts.get(t)
@@ -306,7 +325,7 @@ class Changing:
         return list(self._singles(t, extent, elements, places)) if len(places) else []
 
     def _places_by_images(self, t: int, extent: Extent, data: Bytes) -> Places:
-        """Which elements of a block are not those of this member's images."""
+        """Return the indices of elements of a block that differ from this member's images."""
         width, found = self._width(t), [np.empty(0, np.int64)]
         for route in self._routes[t]:
             if route.member != self._me or route.which == _SOURCE:
@@ -324,7 +343,7 @@ class Changing:
         return np.sort(np.concatenate(found)) if len(found) > 2 else found[-1]
 
     def _runs(self, t: int, extent: Extent, data: Bytes) -> Iterator[tuple[int, _Piece]]:
-        """All elements of a block."""
+        """Yield all elements of a block."""
         for route in self._routes[t]:
             for part in route.clipped(extent):
                 start = part.source - extent.offset
@@ -338,7 +357,7 @@ class Changing:
     def _singles(
         self, t: int, extent: Extent, elements: npt.NDArray[Any], places: Places
     ) -> Iterator[tuple[int, _Piece]]:
-        """Some elements of a block."""
+        """Yield some elements of a block."""
         width = self._width(t)
         for route in self._routes[t]:
             for part in route.transfers:
@@ -358,7 +377,7 @@ class Changing:
                     yield route.member, _Piece(t, route.which, begin, len(target), 0, 0, offsets, values)
 
     def _swap(self, found: Sequence[tuple[int, _Piece]], *, is_last: bool) -> tuple[list[_Piece], bool]:
-        """Send pieces to the other members. Returns those of others, and whether it was the last round of all."""
+        """Send pieces to the other members. Return the received ones, and True if it was the last round of all."""
         group = self._save.group
         sent = [
             _message([piece for other, piece in found if other == member != group.index])
@@ -376,7 +395,7 @@ class Changing:
         return pieces, all(last for _, last in asked)
 
     def _complete(self, pending: Mapping[str, _Pending]) -> None:
-        """Digest what has changed in slices and chunks, and encode it, if nothing of it changes any more."""
+        """Digest slices and chunks that have changed, and encode chunks that cannot change any more."""
         kept, output = self._kept, self._output
 
         def hashed(key: tuple[int, int]) -> str:
@@ -419,7 +438,7 @@ class Changing:
         kept, mine = self._kept, [t for t, member in self._hashers.items() if member == self._me]
 
         def digest(t: int) -> str:
-            if t not in kept.sources:  # Of what it holds itself, which also proves that no change was missed.
+            if t not in kept.sources:  # From the held tensor: this verifies that no change was missed.
                 return self._save.held[t].digest().hex()
             return digest_hex(kept.sources[t].data) if t in self._sources else kept.source_digests[t]
 
@@ -428,7 +447,7 @@ class Changing:
 
 
 def _places_of(own: Conversion | None, planned: Conversion) -> dict[tuple[int, int], list[tuple[str, int]]]:
-    """Where slices lie that a member writes: file, and the offset in it, of each by tensor and position."""
+    """Return the locations (file, offset) of slices that a member writes, by tensor and position."""
     places: dict[tuple[int, int], list[tuple[str, int]]] = {}
     for file in () if own is None else own.layout.files:
         for t, offset in zip(file.tensors, file.offsets, strict=True):
@@ -437,19 +456,19 @@ def _places_of(own: Conversion | None, planned: Conversion) -> dict[tuple[int, i
 
 
 def _composed(parts: CutTensor, part: int, cut: CutTensor, which: int) -> tuple[Transfer, ...]:
-    """Transfers from a part that a member holds to a slice."""
+    """Return the transfers from a part that a member holds to a slice."""
     pairs = ((held, wanted) for held in parts.transfers[part] for wanted in cut.transfers[which])
     return tuple(one for held, wanted in pairs for one in held.onto(wanted))
 
 
 def _elements(memory: Bytes, start: int, part: Transfer, stride: int, width: int) -> npt.NDArray[Any]:
-    """The runs of a transfer, which begin at `start`, as elements."""
+    """Return the runs of a transfer, which begin at `start`, as elements."""
     shape = (part.count, part.nbytes // width)
     return np.ndarray(shape, f"<u{width}", memory.data, start, (stride or part.nbytes, width))
 
 
 def _message(pieces: Sequence[_Piece]) -> list[Bytes]:
-    """The parts of a message, in order."""
+    """Return the parts of a message, in order."""
     heads = np.array([[len(pieces), 0, 0, 0, 0, 0], *(piece.head for piece in pieces)], np.int64)
     content = (part for piece in pieces for part in (piece.places.view(np.uint8), piece.values))
     return [heads.view(np.uint8).ravel(), *content]

@@ -68,7 +68,7 @@ def steps(
 
 
 def _shown(listing: StepsListing) -> Iterator[Block]:
-    """Yield what the command prints."""
+    """Yield the blocks that the command prints."""
     from rich.filesize import decimal
 
     from relayout.cli.render import counted, of_numbers

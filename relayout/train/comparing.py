@@ -1,6 +1,6 @@
-"""The output of a step: what changed since the last one goes into a delta, and all of it into a folder, or both.
+"""The output of a step: a delta with the changes since the last step, a folder with everything, or both.
 
-What is kept of a step is memory, which `changing` brings from one step to the next.
+Data retained for one step is memory, which `changing` updates from one step to the next.
 """
 
 from __future__ import annotations
@@ -42,33 +42,33 @@ from relayout.storage.system import allocate, in_huge_pages
 Bytes = npt.NDArray[np.uint8]
 
 _WRITTEN_NBYTES = 2**23
-"""What one thread writes at a time to a folder."""
+"""Bytes that one thread writes at a time to a folder."""
 
 Key = TypeVar("Key", bound=Hashable)
 
 
 @dataclass(slots=True)
 class KeptStep:
-    """The last step that was published, as far as this process has to do with it."""
+    """Data retained for the last published step, as far as this process needs it."""
 
     keep_in: Path | None = None
     """A folder on a local drive for the bytes of tensors; None: host memory."""
     content: str | None = None
-    """Digest of relayout.json; None: what is kept is of no step that all have published."""
+    """Digest of relayout.json; None: the retained data belongs to no step that all members have published."""
     manifest: bytes = b""
-    """relayout.json as stored, of the process that publishes; as is what follows, up to `digests`."""
+    """relayout.json as stored. This field, `small` and `digests` are kept by the publishing process only."""
     small: Mapping[str, str] = field(default_factory=dict)
-    """Proofs of all files beside the weights, by name."""
+    """BLAKE3 digests of all files other than weight files, by name."""
     digests: bytes = b""
     """relayout.digests as stored."""
     is_there: bool = False
-    """Whether there is memory for what follows."""
+    """True once the memory of the following fields is allocated."""
     files: Mapping[str, Bytes] = field(default_factory=dict)
     """The bytes of the weight files that this process writes, by name."""
     sources: Mapping[int, Bytes] = field(default_factory=dict)
-    """The whole tensors of which it takes the digest, if it does not hold them whole."""
+    """The whole tensors that this process digests and does not hold whole, by position."""
     parts: Mapping[int, Bytes] = field(default_factory=dict)
-    """What it held of tensors that others write."""
+    """Copies of the parts that this process holds of tensors that other members write, by position."""
     chunks: dict[str, list[bytes]] = field(default_factory=dict)
     """Digests of the chunks of these files."""
     slices: dict[tuple[int, int], str] = field(default_factory=dict)
@@ -77,13 +77,13 @@ class KeptStep:
     """Digests of whole tensors."""
 
     def forget(self) -> None:
-        """Keep nothing: the next step cannot be a delta."""
+        """Drop all data: the next step cannot be a delta."""
         empty = KeptStep(self.keep_in)
         for one in fields(self):
             setattr(self, one.name, getattr(empty, one.name))
 
     def memories(self, sizes: Mapping[Key, int]) -> dict[Key, Bytes]:
-        """New memory of so many bytes for each, which begins at a page."""
+        """Return new page-aligned memory of the given number of bytes for each key."""
         starts = list(accumulate((align_up(nbytes, BLOCK) for nbytes in sizes.values()), initial=0))
         memory = self._memory(starts.pop())
         return {key: memory[start : start + sizes[key]] for key, start in zip(sizes, starts, strict=True)}
@@ -91,16 +91,16 @@ class KeptStep:
     def _memory(self, nbytes: int) -> Bytes:
         if self.keep_in is None or not nbytes:
             return np.frombuffer(in_huge_pages(nbytes), np.uint8)
-        # Without a name: it goes with its mapping.
+        # Without a name: it is deleted with its mapping.
         with with_path(self.keep_in), tempfile.TemporaryFile(dir=self.keep_in) as file:
-            allocate(file.fileno(), nbytes)  # Else a full drive is a signal that ends the process.
+            allocate(file.fileno(), nbytes)  # Otherwise a full drive is a signal that ends the process.
             return np.memmap(file, np.uint8, "r+", shape=(nbytes,))
 
 
 class StepOutput:
-    """An `Output` (see there) over those of a step's delta and of its folder.
+    """An `Output` (see there) that combines the outputs of a step's delta and of its folder.
 
-    Weight files are not written to it: `head` takes them as they are kept, and what was noted by `changed`.
+    Weight files are not written to it: `head` takes their bytes from `KeptStep`, and their changes from `changed`.
     """
 
     mark = ""
@@ -115,37 +115,37 @@ class StepOutput:
         full: Output | None,
         sign: Callable[[str, bytes], bytes] | None,
     ) -> None:
-        """Take what is kept of the step before, which becomes this one.
+        """Take the data retained for the previous step, which becomes that of this step.
 
         Args:
             files: names of all weight files, in the order of the manifest.
-            threads: that write to the folder.
-            delta: is given what changed; None: no delta is made.
-            full: is given everything; None: no folder is made.
-            sign: makes model.sig of `DELTA` or `FULL`, from relayout.json as stored; None: they are not signed.
+            threads: number of threads that write to the folder.
+            delta: receives the changes; None: no delta is written.
+            full: receives everything; None: no folder is written.
+            sign: returns model.sig of `DELTA` or `FULL`, from relayout.json as stored; None: they are not signed.
         """
         self._kept, self._delta, self._full = kept, delta, full
         self._threads, self._sign = threads, sign
         self._number_of = {name: number for number, name in enumerate(files)}
         self._pieces: dict[str, list[EncodedPiece]] = {}
-        """What changed of each file, but for its header."""
+        """The changes of each file, except its header."""
         self._small: dict[str, str] = {}
         self._digests = b""
         self._others: list[str] = []
-        """The files beside the weights that changed."""
+        """The changed files other than weight files."""
         self.changes: dict[str, DeltaFile | None] = {}
-        """What the delta has of each weight file, by name; None: it did not change."""
+        """The delta's entry for each weight file, by name; None: the file did not change."""
         self.delta_nbytes = 0
-        """Bytes of the delta, in the end."""
+        """Bytes of the delta, once it is complete."""
 
     @property
     def makes_delta(self) -> bool:
-        """Whether what changed is written."""
+        """True if a delta is written."""
         return self._delta is not None
 
     @property
     def makes_folder(self) -> bool:
-        """Whether everything is written."""
+        """True if a folder is written."""
         return self._full is not None
 
     def check_space(self, nbytes: int, part_nbytes: int | None = None) -> None:
@@ -156,7 +156,7 @@ class StepOutput:
         raise AssertionError(f"{name}: what is kept is changed where it is")
 
     def changed(self, name: str, piece: EncodedPiece) -> None:
-        """Note what has changed of a weight file, in rising order."""
+        """Note a change of a weight file, in ascending order."""
         self._pieces.setdefault(name, []).append(piece)
 
     def head(self, name: str, head: bytes, nbytes: int) -> None:
@@ -206,7 +206,7 @@ class StepOutput:
         self.delta_nbytes += len(content)
 
     def kept(self, part: str) -> bytes | None:
-        """The notes of a part that is finished; what it changed is counted as this output's."""
+        """Return the notes of a finished part; add its changes to those of this output."""
         found = None if self._full is None else self._full.kept(part)
         if self._full is not None and found is None:
             return None
@@ -217,7 +217,7 @@ class StepOutput:
         return found
 
     def keep(self, part: str, notes: bytes) -> None:
-        """A part is finished; the notes of a delta's are what it has of each file."""
+        """Record that a part is finished; the notes of a delta are its entries for each file."""
         if self._full is not None:
             self._full.keep(part, notes)
         if self._delta is not None:

@@ -1,4 +1,4 @@
-"""Follows the steps of a root: reads which there are, and keeps the tensors of one rank at the newest."""
+"""Follow the steps of a repository: list the steps, and keep the tensors of one rank at the newest step."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 
 
 class Steps:
-    """The steps that a `relayout.Publisher` has published to a root. Thread-safe; every call reads the index anew.
+    """The steps that a `relayout.Publisher` has published. Thread-safe; every call reads the index anew.
 
     Example:
         >>> import relayout
@@ -34,7 +34,7 @@ class Steps:
         self._root = Root.at(root)
 
     def entries(self) -> tuple[PublishedStep, ...]:
-        """The steps that can be read, in the order in which they were published.
+        """Return the steps that can be read, in the order in which they were published.
 
         Raises:
             FormatError: the index is damaged.
@@ -43,51 +43,51 @@ class Steps:
         return self._root.read().entries
 
     def newest(self) -> PublishedStep | None:
-        """The step that was published last; None: there is none yet. Errors as of `entries`."""
+        """Return the step that was published last; None: none was published. Errors as of `entries`."""
         return next(reversed(self.entries()), None)
 
     def path(self, name: str) -> str:
-        """The path or URL of a folder or a delta of an entry or a chain."""
+        """Return the path or URL of a folder or a delta of an entry or a chain."""
         return self._root.path(name)
 
     def chain(self, have: int | str | None = None, step: int | str | None = None) -> Chain | None:
-        """The shortest way to a step: a folder, deltas, or both.
+        """Return the shortest chain to a step: a folder, deltas, or both.
 
         Args:
-            have: the number of the step that the reader has, or the digest of its relayout.json. A step that is not
-                here any more is as None: nothing.
-            step: the number of the step that it wants, or that digest. Default: the newest.
+            have: the number of the step that the reader has, or the digest of its relayout.json. A step that is not in
+                the index any more counts as None: nothing.
+            step: the number of the requested step, or that digest. Default: the newest.
 
         Returns:
-            None: there is no step yet.
+            None: no step was published.
 
         Raises:
-            PlanError: the step is not there.
+            PlanError: the step is not in the index.
             FormatError, OSError: as of `entries`.
         """
         return self._root.chain(have, step)
 
     def prune(self, grace_seconds: int | None = None) -> list[str]:
-        """Delete what no step needs any more, and what killed publishers left; publishers do it after each step.
+        """Delete files that no step needs, and remains of killed publishers; publishers do this after each step.
 
         Args:
-            grace_seconds: what is no longer needed stays so long, for readers of an older index, by the clock of this
-                object. What was retired before it looked first stays a day longer, as clocks of machines may differ
-                by that. Default: what the publisher has promised readers. 0: no reader is left, and all that is retired
-                is deleted.
+            grace_seconds: retired files are kept for this many seconds, for readers of an older index, by the clock of
+                this object. Files that were retired before it first looked are kept a day longer, as the clocks of
+                machines may differ by that. Default: the time that the publisher has promised readers. 0: no reader is
+                left, and all retired files are deleted.
 
         Returns:
-            The names of what was deleted.
+            The names of the deleted folders and deltas.
 
         Raises:
-            PlanError: some of it has files of somebody else, which stay. All else is deleted.
-            FormatError, OSError: the index is damaged, or some of it cannot be deleted. As above.
+            PlanError: some contain files not written by relayout, which are kept. Everything else is deleted.
+            FormatError, OSError: the index is damaged, or some files cannot be deleted. As above.
         """
         return self._root.prune(grace_seconds)
 
 
 class Follower:
-    """The tensors of one rank, at the newest step of a root whenever `update` is called. Not thread-safe.
+    """The tensors of one rank, at the newest step of a repository after each call of `update`. Not thread-safe.
 
     Example:
         >>> import relayout, torch
@@ -101,16 +101,16 @@ class Follower:
     """
 
     def __init__(self, root: str | os.PathLike[str], rank: int, *, threads: int | None = None) -> None:
-        """Take a root, and a rank at the degree of its folders, from 0; nothing is read yet.
+        """Take a step repository, and a rank at the degree of its folders, from 0; nothing is read yet.
 
         Args:
             threads: as for `relayout.load`.
         """
         self._root, self._rank, self._threads = Root.at(root), rank, threads
         self._state: RankState | None = None
-        """What is known of the tensors; None: nothing is loaded, or they were changed in part."""
+        """Table and digests of the tensors; None: nothing is loaded, or the tensors were changed only in part."""
         self.tensors: dict[str, torch.Tensor] = {}
-        """The tensors by name, in host memory. `update` changes them where they are."""
+        """The tensors by name, in host memory. `update` changes them in place."""
         self.step: int | None = None
         """The number of the step that was reached last; None: no step was."""
 
@@ -120,15 +120,15 @@ class Follower:
         return None if self._state is None else self._state.content
 
     def update(self, step: int | None = None) -> int | None:
-        """Go to the newest step, or to another one: by deltas in place, or by a load into the tensors that are there.
+        """Update to the newest step, or to another one: by deltas in place, or by a load into the existing tensors.
 
         Returns:
-            The number of the step if the tensors have changed; None: they are what they were.
+            The number of the step if the tensors have changed; None: they are unchanged.
 
         Raises:
-            FormatError: what was published is damaged, or not signed as the policy (RELAYOUT_TRUST) wants it.
-            PlanError: the root has no step, or not that one; or under a policy, the newest step is before the one that
-                is loaded.
+            FormatError: published files are damaged, or not signed as the policy (RELAYOUT_TRUST) requires.
+            PlanError: the repository has no step, or not that one; or under a policy, its newest step is older than the
+                loaded one.
             OSError: as `relayout.load`. If tensors were changed in part, the next call loads all of them.
         """
         check_place(self._root.location)
@@ -162,15 +162,16 @@ class Follower:
         return chain.step
 
     def _check(self, chain: Chain, content: str) -> None:
-        """Check that what a way leads to is what the index says. FormatError: it is not."""
+        """Check that a chain leads to the content in the index. Raise FormatError if not."""
         if content != chain.content:
             what = f"the way to step {chain.step} makes content {content}, the index of steps says {chain.content}"
             raise FormatError(what, path=str(self._root), code="mismatch")
 
     def _loaded(self, full: str, deltas: list[str], source: RankSource) -> dict[str, torch.Tensor]:
-        """The tensors of a folder and deltas, in the memory of those of now that have the same shape and dtype.
+        """Load a folder and deltas, into the memory of the present tensors that have the same shape and dtype.
 
-        A wider dtype has all values, too, but the next delta would not fit its bytes: that tensor is made again.
+        A wider dtype could hold all values, too, but the next delta would not fit its bytes: that tensor is allocated
+        anew.
         """
         options: dict[str, Any] = {"deltas": deltas, "threads": self._threads, "verify": True}
         if self.tensors:
@@ -179,6 +180,6 @@ class Follower:
                 if kept:
                     return load(full, self._rank, into=kept, names="**", **options)
             except PlanError as error:
-                if error.code != "option":  # As are tensors that share memory.
+                if error.code != "option":  # Also raised for tensors that share memory.
                     raise
         return load(full, self._rank, **options)

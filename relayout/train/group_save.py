@@ -1,7 +1,7 @@
 """A save by a group: its members exchange tensors in rounds, each writes the files of some ranks, one publishes.
 
-In each round, every member says which bytes of shards it wants next; then a message goes from each to each. The members
-that hold a part of a tensor as replicas share the work.
+In each round, every member announces the bytes of shards that it needs next; then each member sends a message to each
+other member. Members that hold a part of a tensor as replicas share the work.
 """
 
 from __future__ import annotations
@@ -41,9 +41,10 @@ from relayout.train.memory_folder import MemoryShard
 
 Item = TypeVar("Item")
 ShardRange = tuple[str, Extent]
-"""What one read covers: of a shard, by name."""
+"""The range that one read covers: shard name, and extent in it."""
 Wanted = Callable[[int, int], Sequence[Transfer]]
-"""What a member wants of a tensor, (member, position): transfers from its bytes. Their targets do not matter."""
+"""Returns the transfers from a tensor's bytes that a member needs, given (member, position). Their targets are ignored.
+"""
 
 
 class TensorRange(NamedTuple):
@@ -56,7 +57,7 @@ class TensorRange(NamedTuple):
 
 @dataclass(frozen=True, slots=True, eq=False)
 class MemberParts:
-    """Which part of each tensor the members hold."""
+    """The part of each tensor that each member holds."""
 
     heads: Sequence[TensorHead]
     parts: Sequence[CutTensor]
@@ -66,7 +67,7 @@ class MemberParts:
         """Check that the members have every element.
 
         Raises:
-            PlanError: elements are missing, or parts that differ overlap.
+            PlanError: elements are missing, or different parts overlap.
         """
         overlapping = {parts for parts in set(self.parts) if are_overlapping(parts)}
         for head, parts in zip(self.heads, self.parts, strict=True):
@@ -78,14 +79,14 @@ class MemberParts:
                 raise PlanError(f"{what}: {advice}", tensor=head.name, code="missing")
 
     def digests(self, member: int, held: Mapping[int, HeldTensor], threads: int) -> list[bytes]:
-        """A digest of each part that a member shares with others, by rising tensor."""
+        """Return a digest of each part that a member shares with others, in ascending order of tensors."""
         shared = [t for t in range(len(self.parts)) if any(member in members for members in self._shared(t))]
         return each(lambda t: held[t].digest(), shared, threads)
 
     def check_replicas(self, digests: Sequence[Sequence[bytes]]) -> None:
         """Check that the members that hold the same part of a tensor have the same bytes of it.
 
-        Parts that are not the same have no elements in common, see `check`.
+        Different parts have no elements in common, see `check`.
 
         Args:
             digests: `digests` of each member.
@@ -102,13 +103,13 @@ class MemberParts:
                     raise PlanError(what, tensor=head.name, code="mismatch")
 
     def _shared(self, t: int) -> list[tuple[int, ...]]:
-        """The members that hold the same part of a tensor, of each part that several hold and that has elements."""
+        """Return the members of each part of a tensor that several members hold and that has elements."""
         parts = self.parts[t]
         by_part = zip(parts.cut.holders, parts.sizes, strict=True)
         return [members for members, nbytes in by_part if nbytes and len(members) > 1]
 
     def sent(self, piece: TensorRange, wanted: Sequence[Transfer], sender: int, receiver: int) -> Iterator[Transfer]:
-        """What a member sends of bytes that another wants: transfers from what the sender holds to the tensor."""
+        """Yield the transfers that a member sends of a piece: from the part that the sender holds to the tensor."""
         parts = self.parts[piece.tensor]
         which = parts.cut.which[sender]
         if self.sender(piece.tensor, which, receiver) == sender:
@@ -118,17 +119,17 @@ class MemberParts:
                         yield from (one.inverted() for one in held.within(clipped))
 
     def senders(self, t: int, receiver: int) -> list[int]:
-        """The members that together send a tensor to the receiver, each its part."""
+        """Return the members that together send a tensor to the receiver, each its part."""
         return [self.sender(t, which, receiver) for which, nbytes in enumerate(self.parts[t].sizes) if nbytes]
 
     def sender(self, t: int, which: int, receiver: int) -> int:
-        """Choose the member that sends a part, of those that hold it."""
+        """Return the member that sends a part, chosen from those that hold it."""
         replicas = self.parts[t].cut.holders[which]
         return receiver if receiver in replicas else replicas[t % len(replicas)]
 
 
 class Exchange:
-    """This member's part in rounds. Steps of one pass are delivered to any number of threads, one round at a time."""
+    """This member's part in rounds. A pass delivers steps to any number of threads, one round at a time."""
 
     def __init__(
         self,
@@ -138,7 +139,7 @@ class Exchange:
         shards: Mapping[str, MemoryShard],
         nbytes: int,
     ) -> None:
-        """`held` are the parts of tensors that this member has, by position. A round delivers about `nbytes`."""
+        """Create the exchange. `held`: this member's parts of tensors, by position. A round delivers about `nbytes`."""
         self._group = group
         self._messages = AllToAll(group)
         self._holders = holders
@@ -160,9 +161,9 @@ class Exchange:
     def deliver(
         self, steps: Iterable[Item], ranges_of: Callable[[Item], Sequence[ShardRange]], wanted: Wanted
     ) -> Iterator[Item]:
-        """Yield each step when the ranges that it reads are here. All members go through a pass at the same time.
+        """Yield each step when the ranges that it reads are delivered. All members go through a pass at the same time.
 
-        Ends when all members have all of their steps. An error in a pass is for `Group.telling`.
+        Ends when all members have received all of their steps. An error in a pass must be raised in `Group.telling`.
         """
         batch: list[Item] = []
         ranges: list[ShardRange] = []
@@ -182,7 +183,7 @@ class Exchange:
             pass
 
     def _round(self, ranges: Sequence[ShardRange], wanted: Wanted, *, is_last: bool) -> bool:
-        """Exchange what the members want next. Returns whether all have said that it is their last round."""
+        """Exchange the ranges that the members need next. Return True if this was the last round of all members."""
         me, holders, num_members = self._group.index, self._holders, self._group.num_members
         buffers = [np.empty(extent.nbytes, np.uint8) for _, extent in ranges]
         mine = list[TensorRange]()
@@ -214,7 +215,7 @@ class Exchange:
 
 
 def are_overlapping(parts: CutTensor) -> bool:
-    """Whether two of the distinct parts have elements in common: their ranges meet along every axis."""
+    """Return True if two of the distinct parts share elements: their ranges intersect along every axis."""
     which = [part for part, nbytes in zip(parts.cut.distinct, parts.sizes, strict=True) if nbytes]
     if len(which) < 2:  # A tensor without elements has no ranges.
         return False
@@ -226,7 +227,7 @@ def are_overlapping(parts: CutTensor) -> bool:
 
 
 def _meetings(by_part: Sequence[Sequence[Range]]) -> npt.NDArray[np.bool_]:
-    """Which parts meet which along an axis, from their ranges, which rise."""
+    """Return which parts intersect which along an axis, from their ascending ranges."""
     distinct = {ranges: number for number, ranges in enumerate(dict.fromkeys(map(tuple, by_part)))}
     owners = np.repeat(np.arange(len(distinct)), [len(ranges) for ranges in distinct])
     starts, ends = np.array([(start, start + length) for ranges in distinct for start, length in ranges]).T
@@ -241,10 +242,10 @@ def _meetings(by_part: Sequence[Sequence[Range]]) -> npt.NDArray[np.bool_]:
 
 
 def shares_of(num_ranks: int, num_members: int) -> list[list[int]]:
-    """The ranks for which each member writes files.
+    """Return the ranks that each member writes files for.
 
-    If there are few ranks, members that are far apart write them; if there are many, neighbors have one writer: where
-    both ranks and members cut the first axis, it has most of their bytes itself.
+    If there are few ranks, members that are far apart write them. If there are many, neighboring ranks have one writer:
+    if both ranks and members cut the first axis, it holds most of their bytes itself.
     """
     shares: list[list[int]] = [[] for _ in range(num_members)]
     for rank in range(num_ranks):
@@ -253,7 +254,7 @@ def shares_of(num_ranks: int, num_members: int) -> list[list[int]]:
 
 
 Shares = Sequence[Conversion | None]
-"""What each member writes: the conversion of its ranks; None: it has none."""
+"""The conversion of each member's ranks; None: the member writes no rank."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -264,12 +265,12 @@ class PlannedSave:
     group: Group
     holders: MemberParts
     held: Mapping[int, HeldTensor]
-    """What this member has, by position."""
+    """The tensors that this member holds, by position."""
 
     def hashers(self) -> dict[int, int]:
-        """The member that takes the digest of a whole tensor, of each that no rank holds whole: one that has it whole.
+        """Return the member that digests each tensor that no rank holds whole; preferably one that holds it whole.
 
-        Each member takes those of about as many bytes.
+        The members digest about equal numbers of bytes.
         """
         sizes = [tensor.extent.nbytes for tensor in self.planned.source.tensors]
         unknown = [t for t, cut in enumerate(self.planned.cut) if sizes[t] and _holder_of_whole(cut) is None]
@@ -285,13 +286,13 @@ class PlannedSave:
 
 
 class Making(Protocol):
-    """How a member makes its files: the methods are called in this order, by all members at the same time."""
+    """A way for a member to write its files: the methods are called in this order, by all members at the same time."""
 
     def unit(self, unit: int) -> Written:
-        """Write the data sections of this member's files of a unit, and return the digests of what was written."""
+        """Write the data sections of this member's files of a unit, and return the digests of the written bytes."""
 
     def source_digests(self) -> dict[int, str]:
-        """The digests of the tensors of which this member is the hasher."""
+        """Return the digests of the tensors that this member is the hasher of."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -301,9 +302,9 @@ class GroupSave:
     save: PlannedSave
     destination: Destination
     make: Callable[[Shares, Output], Making]
-    """Begins to make the files of this member, given what each writes, and the output."""
+    """Starts writing this member's files, given the conversion of each member, and the output."""
     is_last: bool = True
-    """Whether the members send no message after it."""
+    """True if the members send no message after the save."""
 
     def carry_out(self, progress: Progress) -> Summary:
         """Write and publish, together with the other members."""
@@ -311,7 +312,7 @@ class GroupSave:
         planned, group = self.save.planned, self.save.group
         if planned.has_whole or not planned.has_all:
             raise PlanError("a group writes all ranks, and layout='ranks': choose these", code="unsupported")
-        # The others are told before what they are writing is deleted.
+        # The other members are notified before the files that they write are deleted.
         with ExitStack() as publishing, group.telling():
             fingerprint = fingerprint_of(planned, identity_of(planned.source).content)
             work = work_of(planned, fingerprint, is_resumable=False)
@@ -327,7 +328,7 @@ class GroupSave:
         return summary_of(planned, work, 0, time.monotonic() - started)
 
     def _begin(self, work: Work, publishing: ExitStack) -> Output:
-        """Begin the output, of the first member; it is published when `publishing` is closed."""
+        """Begin the output, on the first member; it is published when `publishing` is closed."""
         planned = self.save.planned
         self.destination.check(planned.source.root)
         output = publishing.enter_context(self.destination.begin(work, gathers=True))
@@ -338,7 +339,7 @@ class GroupSave:
         """Write this member's files as parts of the output.
 
         Returns:
-            What each member writes, what this one has written, and the digests of tensors that it has taken.
+            The conversion of each member, the result of this one, and the digests of tensors that it has computed.
         """
         planned, group = self.save.planned, self.save.group
         ranks_of_members = shares_of(planned.plan.num_ranks, group.num_members)
@@ -356,7 +357,7 @@ class GroupSave:
     def _write_units(
         self, making: Making, own: Conversion | None, output: Output, report: Callable[[int], None]
     ) -> Written:
-        """Write this member's files, and serve the others."""
+        """Write this member's files, and serve the other members."""
         group, layout = self.save.group, self.save.planned.layout
         headers = None if own is None else HeaderWriter(output, own)
         written, num_units = Written(), len(layout.units)
@@ -376,7 +377,7 @@ class GroupSave:
     def _complete(
         self, output: Output, shares: Shares, parts: Sequence[Written], hashed: Sequence[Mapping[int, str]]
     ) -> None:
-        """Take the files of all members, and write what belongs beside them."""
+        """Collect the files of all members, and write the files next to the weights."""
         for member, share in enumerate(shares):
             for unit in range(0 if share is None else len(share.layout.units)):
                 if output.kept(_part_name(member, unit)) is None:
@@ -388,12 +389,12 @@ class GroupSave:
 
 
 class Copying:
-    """Makes files by the steps of a conversion, each of which reads what the members exchange; see `Making`."""
+    """Writes files by the steps of a conversion, with reads from the members' exchange; see `Making`."""
 
     def __init__(
         self, save: PlannedSave, exchange: Exchange, threads: int, chunk_nbytes: int, shares: Shares, output: Output
     ) -> None:
-        """`threads` and `chunk_nbytes` are the arguments of `CopyPlan` and `run_unit`."""
+        """Create the writer. `threads` and `chunk_nbytes` are the arguments of `CopyPlan` and `run_unit`."""
         self._save, self._exchange, self._shares, self._output = save, exchange, shares, output
         self._threads, self._chunk_nbytes = threads, chunk_nbytes
         own = shares[save.group.index]
@@ -412,7 +413,7 @@ class Copying:
         return run_unit(self._plan, unit, self._output, threads=self._threads, deliver=deliver)
 
     def _slices_wanted(self) -> Wanted:
-        """What each member wants of a tensor: the slices of the ranks whose files it writes."""
+        """Return a function for the bytes of a tensor that a member needs: the slices of the ranks that it writes."""
         planned = self._save.planned
 
         @cache
@@ -448,7 +449,7 @@ def _part_name(member: int, unit: int) -> str:
 
 
 def _holder_of_whole(tensor: CutTensor) -> int | None:
-    """A rank that holds a tensor whole; None if none does."""
+    """Return a rank that holds a tensor whole; None if none does."""
     holders = (tensor.cut.holders[which] for which, part in enumerate(tensor.cut.distinct) if part.is_whole)
     return next((ranks[0] for ranks in holders), None)
 
@@ -459,7 +460,7 @@ def _merged(
     parts: Sequence[Written],
     hashed: Sequence[Mapping[int, str]],
 ) -> Written:
-    """What all members have written, as one conversion has it."""
+    """Return the results of all members, merged as those of one conversion."""
     sources = {t: digest for digests in hashed for t, digest in digests.items()}
     number_of = {file.name: number for number, file in enumerate(planned.layout.files)}
     by_rank: dict[int, tuple[Conversion, Sequence[TensorDigests]]] = {}

@@ -1,4 +1,4 @@
-"""`relayout steps`: lists the steps of a root, proves what leads to them, and deletes what none of them needs."""
+"""`relayout steps`: list the steps of a repository, verify the chains to them, and delete unneeded files."""
 
 from __future__ import annotations
 
@@ -44,40 +44,41 @@ from relayout.train.root import Root
 
 @dataclass(frozen=True, slots=True, repr=False)
 class StepsListing(Result):
-    """What a root has."""
+    """The contents of a step repository."""
 
     root: str
     steps: tuple[PublishedStep, ...]
-    """All that can be read, in the order in which they were published."""
+    """All steps that can be read, in the order in which they were published."""
     pending: tuple[str, ...]
-    """Names of what is being written, or was when its publisher was killed."""
+    """Names of folders and deltas that are being written, or that a killed publisher left unfinished."""
     retired: tuple[Retired, ...]
-    """What no step needs any more, and is not deleted yet."""
+    """Folders and deltas that no step needs any more, and that are not deleted yet."""
     deleted: tuple[str, ...]
-    """Names of what was deleted now."""
+    """Names of the folders and deltas that this call has deleted."""
     differences: tuple[str, ...] | None
-    """What is not as the index says; None: nothing was checked."""
+    """Deviations from the index; None: nothing was checked."""
 
     @property
     def nbytes(self) -> int:
-        """Bytes of all that leads to a step."""
+        """Bytes of all folders and deltas that lead to a step."""
         return sum(one.nbytes for step in self.steps for one in step.stored)
 
 
 def list_steps(
     root: str | os.PathLike[str], *, check: bool = False, prune: bool = False, grace_seconds: int | None = None
 ) -> StepsListing:
-    """List the steps of a root.
+    """List the steps of a repository.
 
     Args:
         root: a folder, or the URL of a prefix of a bucket.
-        check: prove that a folder or a chain of deltas makes each step: that it has the relayout.json of which the
-            index has the digest, and all files that this lists: weights by their lengths and heads, all else, such as
-            tables, digests of chunks, the source record and indexes of changes, by digests; and that each delta leads
-            from the step before it. Not read are weights, what changed in them, and the content of side files: readers
-            prove weights when they do (`relayout verify` reads those of a folder).
-        prune: delete what is retired, see `relayout.Steps.prune`.
-        grace_seconds: of that.
+        check: verify that a folder or a chain of deltas produces each step. It must have the relayout.json with the
+            digest in the index, and all files that relayout.json lists. Weight files are checked by their lengths and
+            headers. All other files, such as tables, digests of chunks, the source record and indexes of changes, are
+            checked by digests. Each delta must apply to the step before it. Weights, their changes, and the content of
+            side files are not read: readers verify weights when they read them (`relayout verify` reads those of a
+            folder).
+        prune: delete retired folders and deltas, see `relayout.Steps.prune`.
+        grace_seconds: as for `relayout.Steps.prune`.
     """
     place = Root.at(root)
     deleted = place.prune(grace_seconds) if prune else []
@@ -103,7 +104,7 @@ def _differences(root: Root, index: StepsIndex) -> Iterator[str]:
 
 @dataclass(frozen=True, slots=True)
 class _Known:
-    """What is proven of a step: what the next delta applies to."""
+    """The verified state of a step, which the next delta applies to."""
 
     content: str
     manifest: Manifest
@@ -114,7 +115,7 @@ class _Known:
     """The first bytes of each weight file."""
 
     def check(self, where: str) -> None:
-        """Compare the digests with the proofs that the manifest has of them. FormatError: they differ."""
+        """Compare the digests with their digests in the manifest. Raise FormatError if they differ."""
         for name in PACKED:
             for place, proof in parts_of_packed(self.manifest, name):
                 if proof_hex(self.packed[name][place.offset : place.end].data) != proof:
@@ -140,15 +141,15 @@ def _check_folder(root: Root, entry: PublishedStep, stored: Stored, before: _Kno
 
 
 def _check_delta(root: Root, entry: PublishedStep, stored: Stored, before: _Known | None) -> _Known | None:
-    """Check a delta, and what it makes of the step before, of which no weights are read.
+    """Check a delta, and the step that results from applying it to the previous one. No weights are read.
 
-    Digests of what did not change are those of the step before, so that the manifest of the result also proves that
-    nothing else has changed.
+    Digests of unchanged parts are taken from the previous step, so the manifest of the result also verifies that no
+    other part has changed.
     """
     delta = read_delta(find_store(root.path(stored.name)))
     where = str(delta.store)
     _check_digest("what it makes", delta.manifest.makes, entry.content, where)
-    if before is None:  # What is wrong with that has been said.
+    if before is None:  # An error of the previous step was reported already.
         return None
     check_applies(delta, before.manifest, before.content, "the step before")
     heads = []
@@ -174,7 +175,7 @@ def _head_of(store: Store, file: IndexedFile) -> bytes:
 
 
 def _changed_head(changes: Changes, head: bytes) -> bytes:
-    """The first bytes of a weight file whose header a delta changes."""
+    """Return the first bytes of a weight file with a header that a delta changes."""
     [(_, stored)] = changes.read(0, 1)
     change = np.zeros(changes.extent(0).nbytes, np.uint8)
     changes.apply(stored, change.data)
@@ -182,7 +183,7 @@ def _changed_head(changes: Changes, head: bytes) -> bytes:
 
 
 def _record_of(delta: Delta, before: _Known) -> SourceRecord:
-    """The source record behind a delta, with which all its small files agree."""
+    """Return the source record after a delta. Raise FormatError unless all small files match it."""
     old, others = digests_of_small(before.manifest), set(delta.manifest.others)
     side = proofs_of_sides(before.record)
     for name, proof in digests_of_small(delta.new).items():

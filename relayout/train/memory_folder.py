@@ -1,6 +1,6 @@
 """The checkpoint folder that tensors in memory would be saved as: its shards, their headers, its index, and its bytes.
 
-A save converts this folder, which is never written, and never parsed. What is beside its shards comes from the argument
+A save converts this folder, which is never written or parsed. All files other than shards come from the argument
 `config`.
 """
 
@@ -52,7 +52,7 @@ from relayout.storage.stores import (
 _METADATA = {"format": "pt"}
 """The metadata that transformers and huggingface_hub save."""
 _HEADER_ALIGNMENT = 8
-"""What the data section is aligned to (safetensors 0.8.0, `src/tensor.rs`, `prepare`)."""
+"""The alignment of the data section in bytes (safetensors 0.8.0, `src/tensor.rs`, `prepare`)."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -65,7 +65,7 @@ class MemoryShard:
     tensors: tuple[int, ...]
     """Positions of its tensors, in the order of the file."""
     starts: tuple[int, ...]
-    """Absolute file offset of each, and of the end of the file."""
+    """Absolute file offset of each tensor, and of the end of the file."""
 
     @property
     def nbytes(self) -> int:
@@ -73,7 +73,7 @@ class MemoryShard:
         return self.starts[-1]
 
     def parts(self, extent: Extent) -> Iterator[tuple[int, Extent, int]]:
-        """What an extent of the file has of tensors: (position, bytes of the tensor, where in the extent they are)."""
+        """Yield the tensor bytes in an extent of the file: (position, bytes of the tensor, offset in the extent)."""
         first = max(0, bisect_right(self.starts, extent.offset) - 1)
         for t, start, end in zip(self.tensors[first:], self.starts[first:], self.starts[first + 1 :], strict=False):
             if start >= extent.end:
@@ -84,7 +84,7 @@ class MemoryShard:
 
 
 def in_stored_order(heads: Sequence[TensorHead], tensors: Sequence[int]) -> list[int]:
-    """Tensors in the order in which the stock safetensors writes them: asked of it, with tensors of no bytes."""
+    """Return tensors in the order in which safetensors writes them, found by letting it write empty tensors."""
     import torch
     from safetensors.torch import save
 
@@ -95,10 +95,10 @@ def in_stored_order(heads: Sequence[TensorHead], tensors: Sequence[int]) -> list
 
 
 def share_out(sizes: Sequence[int], max_shard_nbytes: int) -> list[list[int]]:
-    """Which tensors each shard has, as positions, from their bytes.
+    """Return the tensors of each shard, as positions, from their bytes.
 
-    As huggingface_hub 2.4 does (`serialization/_base.py`, `split_state_dict_into_shards_factory`): in the given order;
-    a tensor above the limit is a shard of its own.
+    The rule is that of huggingface_hub 2.4 (`serialization/_base.py`, `split_state_dict_into_shards_factory`): in the
+    given order; a tensor above the limit is a shard of its own.
     """
     shards: list[list[int]] = []
     current: list[int] = []
@@ -118,7 +118,7 @@ def share_out(sizes: Sequence[int], max_shard_nbytes: int) -> list[list[int]]:
 def lay_out_shards(
     heads: Sequence[TensorHead], shared_out: Sequence[Sequence[int]], totals: Mapping[str, int]
 ) -> tuple[list[MemoryShard], bytes | None]:
-    """The shards, and the index.json of several.
+    """Return the shards, and the index.json if there are several.
 
     Args:
         shared_out: positions of each shard's tensors, in the order of the file.
@@ -146,7 +146,8 @@ def _shard(name: str, heads: Sequence[TensorHead], tensors: Sequence[int]) -> Me
 
 
 Fill = Callable[[str, Extent, memoryview], None]
-"""Fills memory with an extent of a shard, given by name. Bytes of its header, or behind its end, are left alone."""
+"""Fills memory with an extent of a shard, given by name. It does not change bytes of the header, or after the shard's
+end."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -229,7 +230,7 @@ class _MemoryFile(ReadableFile):
 
 
 def checkpoint_of(folder: MemoryFolder, heads: Sequence[TensorHead]) -> SourceCheckpoint:
-    """The checkpoint that `read_source` finds in a folder.
+    """Return the checkpoint that `read_source` would find in a folder.
 
     Args:
         heads: of all tensors, in model order, to which the shards' positions refer.
@@ -254,7 +255,7 @@ def checkpoint_of(folder: MemoryFolder, heads: Sequence[TensorHead]) -> SourceCh
 
 
 def files_of(config: Mapping[str, Any] | str | os.PathLike[str]) -> dict[str, bytes]:
-    """The small files beside the weights, by name. Warns about larger ones, such as weights in subfolders."""
+    """Return the small files next to the weights, by name. Warn about larger ones, such as weights in subfolders."""
     if isinstance(config, Mapping):
         try:
             return {CONFIG_NAME: (json.dumps(config, indent=2, sort_keys=True) + "\n").encode()}
@@ -269,7 +270,7 @@ def files_of(config: Mapping[str, Any] | str | os.PathLike[str]) -> dict[str, by
 
 
 def _small(folder: Store, name: str) -> bytes | None:
-    """The content of a small file; None, with a warning, for one that is too large to be held in memory."""
+    """Return the content of a small file; None, with a warning, if it is too large to be held in memory."""
     with folder.open(name) as file:
         if file.nbytes <= MAX_TABLE_NBYTES:
             return read_whole(file, folder.location(name), MAX_TABLE_NBYTES)
@@ -281,10 +282,10 @@ def _small(folder: Store, name: str) -> bytes | None:
 def check_names(
     names: Iterable[str], content: bytes, config: Mapping[str, Any] | str | os.PathLike[str] | None
 ) -> None:
-    """Check that no tensor has experts as models of transformers 5 merge them, if the checkpoint names each expert.
+    """Check that no tensor has merged experts, as in models of transformers 5, if the checkpoint names each expert.
 
-    Some checkpoints have merged experts: the index of the folder `config` tells. Without a model of transformers in
-    this process, nobody has merged them, and nothing is checked.
+    Some checkpoints have merged experts: the index of the folder `config` then names them. If this process has not
+    imported transformers, no experts can have been merged, and nothing is checked.
 
     Args:
         names: of the tensors.
@@ -314,10 +315,10 @@ def check_names(
 def second_names(
     held: Mapping[str, HeldTensor], content: bytes, config: Mapping[str, Any] | str | os.PathLike[str] | None
 ) -> frozenset[str]:
-    """The names to leave out: those of an embedding that has a name before, where config.json says that they are tied.
+    """Return the names to leave out: further names of an embedding, if config.json has `tie_word_embeddings`.
 
-    That both are one is told by their memory, not by their values. A name that the index of the folder `config` has is
-    kept. The first name is the embedding's, as in the checkpoints that transformers writes.
+    Two names are one embedding if they share memory; values are not compared. A name in the index of the folder
+    `config` is kept. The first name is the embedding's, as in the checkpoints that transformers writes.
 
     Args:
         content: of config.json.
@@ -338,7 +339,7 @@ def second_names(
 
 
 def _names_in_index(config: Mapping[str, Any] | str | os.PathLike[str] | None) -> Container[str]:
-    """The tensors that the index in a folder names; none if there is no folder or no index."""
+    """Return the tensors that the index in a folder names; none without a folder or an index."""
     folder = None if config is None or isinstance(config, Mapping) else find_input(config)
     if folder is None or folder.kind() is Kind.FILE or folder.stat(HUB_INDEX_NAME) is None:
         return ()

@@ -1,4 +1,4 @@
-"""Publishes the steps of a training: what changed since the last one, and a folder now and then."""
+"""Publish the steps of a training run: deltas with the changes since the last step, and periodic folders."""
 
 from __future__ import annotations
 
@@ -44,24 +44,25 @@ if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
 
 DEFAULT_STEP_PART_NBYTES = 2**29
-"""The default size of a part: what changed in its files is in memory."""
+"""The default size of a part in bytes: the changes in its files are in memory."""
 
 _RESERVED_NBYTES = 2**16
-"""Bytes of a full index that are left for the next publisher, which has to note what it writes to shorten it."""
+"""Bytes of a full index that are reserved for the next publisher, which must announce its files before shortening it.
+"""
 
 Made = TypeVar("Made")
 
 
 class Publisher:
-    """Publishes steps to a root, for readers that follow (`relayout.Follower`, or an engine).
+    """Publishes steps to a repository, for readers that follow (`relayout.Follower`, or an engine).
 
-    The first step of a publisher is a whole converted folder. After that a step is a delta, made from memory: what this
-    process holds is compared with the step before, which is kept, and only what differs is sent and written. Every
-    `full_every` steps, and whenever the deltas since the last folder are together as large as `full_share` of it, a
-    folder is written, too. Readers see a step when all of it is there; what they can read never changes.
+    The first step of a publisher is a whole converted folder. After that a step is a delta, computed from memory: the
+    weights that this process holds are compared with the previous step, which is kept, and only differences are sent
+    and written. Every `full_every` steps, and whenever the deltas since the last folder together reach `full_share` of
+    its size, a folder is written in addition. Readers see a step when it is complete; published data never changes.
 
-    One publisher works at a root at a time: another one takes over with its first step, and the older one's next step
-    fails, once. A publisher whose process was killed leaves a root from which the next one goes on. Not thread-safe.
+    One publisher works at a repository at a time. Another one takes over with its first step, and the older one's next
+    step fails, once. A killed publisher leaves a repository that the next one continues. Not thread-safe.
 
     Example:
         >>> import relayout, torch
@@ -96,25 +97,25 @@ class Publisher:
         """Take the options; nothing is read or written yet.
 
         Args:
-            root: the folder of the steps, which is made if it is not there, or the URL of a prefix of a bucket.
-            full_every: a folder is written at least every so many steps.
-            full_share: a folder is written when the deltas since the last one have this share of its bytes.
-            keep: so many steps can be read, and those before them that they are made from.
-            keep_seconds: so are all that are younger.
-            grace_seconds: what is not kept any more is deleted when a later step is published, and this publisher has
-                seen for so long that it is not kept: a reader that is reading it has so much time.
-            keep_in: a folder on a local drive for the bytes of the last step. Default: host memory, of each of N
-                members 1/N of the weights as files, and up to as much each for whole tensors that it digests, and for
-                what it holds of tensors that others write; of a process without a group, the weights once.
-            key, certificate, chain: sign each step, as `relayout.sign` does: its relayout.json, which proves all else.
-                All members of a group read them. Default: steps are not signed.
-            max_part_nbytes: as for `relayout.save`. Beside the last step, what changed in a part is in memory, encoded,
-                for each rank whose files this process writes.
+            root: the folder of the steps, which is created if needed, or the URL of a prefix of a bucket.
+            full_every: the largest number of steps from one folder to the next.
+            full_share: a folder is written when the deltas since the last one reach this share of its bytes.
+            keep: number of steps that can be read, in addition to the earlier steps that they are based on.
+            keep_seconds: steps that are younger than this number of seconds can also be read.
+            grace_seconds: data that is not kept any more is deleted when a later step is published and this publisher
+                has seen it retired for this number of seconds. Readers have this time to finish reading.
+            keep_in: a folder on a local drive for the bytes of the last step. Default: host memory. Each of N members
+                needs 1/N of the weights as files, up to as much for whole tensors that it digests, and up to as much
+                for its parts of tensors that others write; a process without a group needs the weights once.
+            key, certificate, chain: sign each step, as `relayout.sign` does: its relayout.json, which contains the
+                digests of all other files. All members of a group read them. Default: steps are not signed.
+            max_part_nbytes: as for `relayout.save`. In addition to the last step, the encoded changes of a part are in
+                memory, for each rank that this process writes files of.
             config, dtype, group, max_shard_size, threads, progress: as for `relayout.save`.
             options: as for `relayout.convert`.
 
         Raises:
-            PlanError: an option has a value that it cannot have.
+            PlanError: an option has an invalid value.
         """
         check_floating(dtype)
         self._root = Root.at(root)
@@ -139,37 +140,38 @@ class Publisher:
         kept_in = folder_text(keep_in, "keep_in")
         self._kept = KeptStep(None if kept_in is None else Path(kept_in))
         self._layout: object = None
-        """What must be the same for a delta: the names, dtypes, shapes, cuts and places of all tensors."""
+        """The properties that must be equal for a delta: names, dtypes, shapes, cuts and locations of all tensors."""
         self._known: set[str] = set()
-        """Names that the index may end with: of the last step that this publisher has published, or else found when it
-        began, and all that it has announced since. Others are another publisher's."""
+        """Names that the index may end with: those of this publisher's last step, or found in the index at its start,
+        and all that it has announced since. Other names belong to another publisher."""
         self._since_full = 0
         """Steps since the last folder."""
         self._share = 0.0
-        """The share of the last folder's bytes that the deltas since then have."""
+        """The bytes of the deltas since the last folder, as a share of that folder's bytes."""
 
     def publish(self, weights: Any, step: int) -> PublishedStep:
-        """Publish the weights as they are now; all members of the group together. They must not change meanwhile.
+        """Publish the current weights; all members of the group together. They must not change meanwhile.
 
         Args:
-            weights: a model of transformers, as for `relayout.transformers.save_pretrained`; or tensors by name, as
-                for `relayout.save`.
-            step: the number of the step, from 0. A training that goes back publishes a number again: readers of this
-                number get the last one, and readers of the newest step what was published last.
+            weights: a model of transformers, as for `relayout.transformers.save_pretrained`; or tensors by name, as for
+                `relayout.save`.
+            step: the number of the step, from 0. A training run that goes back publishes a number again: readers of
+                this number get the last one, and readers of the newest step get the one that was published last.
 
         Returns:
-            What readers see of it.
+            The step as readers see it.
 
         Raises:
             FormatError, PlanError, OSError: as `relayout.save`; or the root is a file or a checkpoint. Readers see the
-                steps from before; the next step that succeeds is a whole folder.
-            FileExistsError: another publisher has taken over this root. This one may take it back, by the next call.
+                earlier steps; the next step that succeeds is a whole folder.
+            FileExistsError: another publisher has taken over this repository. This one may take it back, by the next
+                call.
         """
         published = list[PublishedStep]()
 
         def prepare() -> tuple[Saving, Callable[[bool], Held]]:
             number = integer(step, "step")
-            if not 0 <= number <= MAX_SIZE:  # Else nobody could read the index.
+            if not 0 <= number <= MAX_SIZE:  # Otherwise no reader could parse the index.
                 raise PlanError(f"step: {number}, expected 0 to {MAX_SIZE}", code="option")
 
             def carry_out(save: PlannedSave) -> Summary:
@@ -190,7 +192,7 @@ class Publisher:
             raise
 
     def _held_by(self, weights: Any) -> Callable[[bool], Held]:
-        """What this process gives to a save."""
+        """Return a function for the tensors that this process gives to a save."""
         if isinstance(weights, Mapping):
             return holding(weights, self._config, self._dtype)
         from relayout.train.transformers import holding_model
@@ -198,7 +200,7 @@ class Publisher:
         return holding_model(weights, self._dtype, int(self._saving.max_shard_size))
 
     def _of(self, weights: Any) -> ProcessGroup | None:
-        """The group that saves weights."""
+        """Return the group that saves weights."""
         if isinstance(weights, Mapping):
             return self._group
         from relayout.train.transformers import group_of
@@ -206,7 +208,7 @@ class Publisher:
         return group_of(self._group)
 
     def _announce(self, save: PlannedSave, step: int) -> _StepPlace:
-        """Decide what is written, and note its names in the index, before anything has them."""
+        """Decide which outputs are written, and announce their names in the index, before any of them exists."""
         planned, group = save.planned, save.group
         cuts = [(one.cut, one.dtype, one.shape) for one in planned.cut]
         held = [(one.name, parts.cut) for one, parts in zip(planned.source.tensors, save.holders.parts, strict=True)]
@@ -214,18 +216,18 @@ class Publisher:
         if layout != self._layout:
             self._kept.forget()
         base = self._kept.content
-        # From here on this step takes the place of what is kept.
+        # From here on this step replaces the retained one.
         self._kept.content, self._layout = None, layout
         if len(set(group.all_gather(base))) > 1:
-            base = None  # One of them failed alone: what it keeps is of no step, or of another one.
+            base = None  # A member failed alone: its retained data belongs to no step, or to another one.
         names = _by_first(group, lambda: self._announced(step, base))
         return _StepPlace(self._root, step, names, planned, self._kept, self._saving.threads, group, self._signer)
 
     def _announced(self, step: int, base: str | None) -> dict[str, str]:
-        """The names of what is written for a step, by kind; they are in the index now.
+        """Return the names of a step's outputs, by kind, after adding them to the index.
 
         Args:
-            base: the content of the step that all members keep; None: there is none.
+            base: the content of the step that all members retain; None: there is none.
         """
         token, names, is_known = os.urandom(4).hex(), dict[str, str](), bool(self._known)
         is_due = self._since_full + 1 >= self._full_every or self._share >= self._full_share
@@ -240,7 +242,7 @@ class Publisher:
             kinds = [*([DELTA] if has_delta else []), *([FULL] if is_due or not has_delta else [])]
             names.clear()
             names.update((kind, step_name(kind, step, token)) for kind in kinds)
-            self._known.update(names.values())  # Now: the answer to what is written may be lost.
+            self._known.update(names.values())  # Now: the answer to the write may be lost.
             return index.announced(names.values(), int(time.time()), self._grace_seconds)
 
         self._prune()  # Before anything is written: the step may need the space.
@@ -249,7 +251,7 @@ class Publisher:
         return names
 
     def _move(self, done: _StepPlace) -> PublishedStep:
-        """Let readers see a step, of which everything is written."""
+        """Make a completely written step visible to readers."""
 
         def move() -> PublishedStep:
             entry = done.entry()
@@ -267,7 +269,7 @@ class Publisher:
         return entry
 
     def _prune(self) -> None:
-        """Delete what was retired long enough ago."""
+        """Delete retired folders and deltas with an expired grace period."""
         try:
             self._root.prune()
         except (RelayoutError, OSError) as error:  # A step can be published all the same.
@@ -279,15 +281,16 @@ def _taken_over(root: Root) -> FileExistsError:
 
 
 def _by_first(group: Group, make: Callable[[], Made], *, is_last: bool = False) -> Made:
-    """What the first member of a group makes, for all of them; its error is raised by all."""
+    """Run `make` on the first member of a group, and return its result on all; all raise its error."""
     made = make() if group.index == 0 else None
     return cast("Made", group.all_gather(made, is_last=is_last)[0])
 
 
 def _published(entry: PublishedStep, done: _StepPlace, retention: Retention, index: StepsIndex) -> StepsIndex:
-    """The index with one more step. If another publisher has begun meanwhile, what was written is to be deleted.
+    """Return the index with one more step. If another publisher has begun meanwhile, mark the files for deletion.
 
-    Its names may have been deleted already: who stands still for longer than the grace writes after that.
+    Their names may have been deleted already: a process that stands still for longer than the grace period writes after
+    that.
     """
     if not index.names.isdisjoint(done.names.values()):
         return index  # It was written, and the answer was lost.
@@ -298,33 +301,33 @@ def _published(entry: PublishedStep, done: _StepPlace, retention: Retention, ind
 
 @dataclass(slots=True)
 class _StepPlace:
-    """Where a step is published: a `Destination`, as a delta, a folder, or both."""
+    """The location of a step to publish: a `Destination` for a delta, a folder, or both."""
 
     root: Root
     step: int
     names: Mapping[str, str]
-    """The names of what is written, by kind."""
+    """The names of the outputs, by kind."""
     planned: Conversion
     kept: KeptStep
     threads: int
     group: Group
     signer: Any
-    """What signs, see `signing.signer_of`; None: nothing is signed."""
+    """The signer, see `signing.signer_of`; None: nothing is signed."""
     delta_nbytes: int = 0
 
     def entry(self) -> PublishedStep:
-        """What readers will see of it."""
+        """Return the entry that readers will see."""
         nbytes = {FULL: self.planned.layout.nbytes, DELTA: self.delta_nbytes}
         stored = {kind: Stored(name, nbytes[kind]) for kind, name in self.names.items()}
         content = content_of(self.kept.manifest)
         return PublishedStep(self.step, content, stored.get(FULL), stored.get(DELTA), int(time.time()))
 
     def check(self, source: Store) -> None:
-        """Do nothing: nobody else has these names."""
+        """Do nothing: these names are unique."""
 
     @contextmanager
     def begin(self, work: Work, *, gathers: bool = False) -> Iterator[Output]:
-        """Begin what is written, which is published at the end of the block."""
+        """Begin the outputs, which are published at the end of the block."""
         with ExitStack() as stack:
             output = self._output(work, stack, partial(StoreDestination.begin, gathers=gathers))
             yield output
@@ -332,7 +335,7 @@ class _StepPlace:
 
     @contextmanager
     def begin_part(self, work: Work) -> Iterator[Output]:
-        """Begin parts of what is written."""
+        """Begin parts of the outputs."""
         with ExitStack() as stack:
             yield self._output(work, stack, StoreDestination.begin_part)
 
@@ -355,7 +358,7 @@ class _StepPlace:
         return signed(self.signer, self.names[kind], {MANIFEST_NAME: sha256(manifest).hexdigest()})
 
     def _delta_work(self, work: Work) -> Work:
-        """What the delta is to its output, made as `work` is."""
+        """Return the description of the delta, for a folder described by `work`."""
         names = [NEW + name for name in other_names(self.planned)]
         names += [delta_name(file.name) for file in self.planned.layout.files]
         names += [NEW_MANIFEST_NAME, CHANGED_DIGESTS_NAME, SIGNATURE_NAME, MANIFEST_NAME]

@@ -1,4 +1,4 @@
-"""A root of steps: a folder, or a prefix of a bucket, with an index that moves on condition of what it was."""
+"""A step repository: a folder or bucket prefix with an index that is updated by compare-and-swap."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ Result = TypeVar("Result")
 
 @dataclass(frozen=True, slots=True)
 class Root:
-    """The place where steps are."""
+    """The location of a step repository."""
 
     location: str
     """Path or URL."""
@@ -40,7 +40,7 @@ class Root:
 
     @staticmethod
     def at(path: str | os.PathLike[str]) -> Root:
-        """A path or URL, without a slash at the end."""
+        """Return the repository at a path or URL, without a slash at the end."""
         text = path_text(path, "root")
         return Root(text.rstrip("/") or text)
 
@@ -48,14 +48,14 @@ class Root:
         return self.location
 
     def path(self, name: str) -> str:
-        """The path or URL of a folder or a delta."""
+        """Return the path or URL of a folder or a delta."""
         return f"{self.location}/{name}"
 
     def _store(self) -> Store:
         return find_store(self.location)
 
     def make(self) -> None:
-        """Make the folder of a local root, if it is not there."""
+        """Create the folder of a local repository if needed. Raise PlanError if it is a file or a checkpoint."""
         store = self._store()
         path = store.path("")
         if path is not None:
@@ -69,7 +69,7 @@ class Root:
                     raise PlanError(what, path=self.location, code="exists")
 
     def read(self) -> StepsIndex:
-        """The index as it is now; that of a root without one is empty.
+        """Return the current index; an empty one if the repository has none.
 
         Raises:
             FormatError: it is damaged.
@@ -80,10 +80,10 @@ class Root:
         return read_steps(store) or (StepsIndex(), None)
 
     def move(self, change: Callable[[StepsIndex], StepsIndex], reserved_nbytes: int = 0) -> StepsIndex:
-        """Replace the index by what a change makes of it, and return that. What others write meanwhile is not lost.
+        """Replace the index by the result of `change`, and return it. Concurrent updates by others are not lost.
 
         Args:
-            reserved_nbytes: how much shorter the index must be than its readers accept, unless it becomes shorter.
+            reserved_nbytes: bytes that must be left below the readers' size limit, unless the index becomes shorter.
         """
         store = self._store()
         for _ in range(_NUM_CONFLICTS):
@@ -102,13 +102,13 @@ class Root:
         raise PlanError("other processes replace its index again and again", path=self.location, code="busy")
 
     def chain(self, have: int | str | None = None, step: int | str | None = None) -> Chain | None:
-        """The shortest way to a step; see `StepsIndex.chain`."""
+        """Return the shortest chain to a step; see `StepsIndex.chain`."""
         return self.read().chain(have, step)
 
     def with_chain(
         self, use: Callable[[Chain], Result], have: int | str | None, step: int | str | None = None
     ) -> Result:
-        """Use the way to a step. If a file of it is gone meanwhile, go on by what the index then says."""
+        """Use the chain to a step. If one of its files is deleted meanwhile, use the chain of the newer index."""
         return follow(lambda has: self._some_chain(have if has else None, step), use, self.location)
 
     def _some_chain(self, have: int | str | None, step: int | str | None) -> Chain:
@@ -118,10 +118,10 @@ class Root:
         return chain
 
     def prune(self, grace_seconds: int | None = None) -> list[str]:
-        """Delete what was retired longer ago; return its names.
+        """Delete the folders and deltas with an expired grace period; return their names.
 
-        The proof that it may be deleted: the index names it as retired, so a publisher of this root wrote it, and no
-        entry needs it. Of it only those files are deleted that its own records name.
+        Deletion is safe: the index lists a name as retired, so a publisher of this repository wrote it, and no entry
+        needs it. Only files that its own records name are deleted.
         """
         gone, failed = list[str](), list[RelayoutError | OSError]()
         try:
@@ -140,10 +140,10 @@ class Root:
         return gone
 
     def _due(self, grace_seconds: int | None) -> list[str]:
-        """The names that were retired so long ago, whatever the clocks of other machines say.
+        """Return the names with an expired grace period, independently of the clocks of other machines.
 
-        The proof is one clock: this object has seen the name retired for so long. For names that other processes have
-        retired, and that this one sees for the first time, their clocks must agree with this one's, to within a day.
+        One clock suffices: this object has seen the name retired for the whole period. For names that other processes
+        have retired, and that this object sees for the first time, clocks must agree to within a day.
         """
         index, now, seconds = self.read(), time.time(), time.monotonic()
         retired, grace = index.retired, index.grace_seconds if grace_seconds is None else grace_seconds
@@ -158,4 +158,4 @@ class Root:
 
 _NUM_CONFLICTS = 8
 _CLOCKS_DIFFER_SECONDS = 24 * 3600
-"""The most by which clocks of two machines are expected to differ."""
+"""The most by which clocks of two machines are expected to differ, in seconds."""

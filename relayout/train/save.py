@@ -1,4 +1,4 @@
-"""`save`: tensors in memory in, a folder of rank files out."""
+"""`save`: write tensors in memory as a folder of rank files."""
 
 from __future__ import annotations
 
@@ -52,7 +52,7 @@ if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
 
 DEFAULT_SHARD_NBYTES = 50 * 10**9
-"""The size of shards in transformers 5 (`max_shard_size` of `save_pretrained`)."""
+"""The size of shards in transformers 5 (`max_shard_size` of `save_pretrained`), in bytes."""
 
 DEFAULT_THREADS = 4
 DEFAULT_MEMORY = 2**27
@@ -62,12 +62,12 @@ _running = threading.local()
 
 @dataclass(frozen=True, slots=True)
 class Sharding:
-    """How tensors are grouped into the shards of the checkpoint that `restore` gives back."""
+    """The grouping of tensors into the shards of the checkpoint that `restore` writes."""
 
     shards: Sequence[Sequence[str]]
-    """Names of the tensors of each."""
+    """Names of the tensors of each shard."""
     metadata: Mapping[str, int]
-    """The `metadata` of the index.json, which is there if there are several shards."""
+    """The `metadata` of the index.json, which exists if there are several shards."""
 
 
 def holding(
@@ -75,7 +75,7 @@ def holding(
     config: Mapping[str, Any] | str | os.PathLike[str] | None,
     dtype: torch.dtype | None,
 ) -> Callable[[bool], Held]:
-    """What a process gives to a save of tensors by name, see `start`."""
+    """Return a function for the tensors that a process gives to a save by name, see `start`."""
     check_floating(dtype)
     if not isinstance(tensors, Mapping):
         advice = ", such as its state_dict()" if hasattr(tensors, "state_dict") else ""
@@ -103,14 +103,15 @@ class Held:
 
     tensors: Mapping[str, HeldTensor]
     files: Mapping[str, bytes]
-    """Small files beside the weights; of a group, those of the first member count."""
+    """Small files next to the weights; in a group, those of the first member are used."""
     index: Sharding | None = None
-    """How tensors are grouped into shards; None: by their order, and `max_shard_size`."""
+    """The grouping of tensors into shards; None: by their order, and `max_shard_size`."""
     left_out: frozenset[str] = frozenset()
-    """Names that are not saved, as another name has the tensor; of a group, those of the first member count."""
+    """Names that are not saved, because another name has the same tensor; in a group, those of the first member are
+    used."""
 
     def on_host(self) -> Held:
-        """Copy the tensors to host memory, where those that share memory share it again."""
+        """Copy the tensors to host memory. Tensors that share memory also share their copy."""
         copies: dict[tuple[object, ...], HeldTensor] = {}
         for one in self.tensors.values():
             if one.memory not in copies:
@@ -131,7 +132,7 @@ class SaveOptions(ConvertOptions, total=False):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Saving(PlanOptions):
-    """A save: the values of `SaveOptions`, checked, and where they lead. Sizes are numbers of bytes."""
+    """A save: the checked values of `SaveOptions`, and its output. Sizes are numbers of bytes."""
 
     output: str | os.PathLike[str]
     max_shard_size: int | str = DEFAULT_SHARD_NBYTES
@@ -140,9 +141,9 @@ class Saving(PlanOptions):
     memory: int | str = DEFAULT_MEMORY
     progress: Progress = None
     instead: Callable[[PlannedSave], Summary] | None = None
-    """Carries out what was planned, in place of a save to `output`."""
+    """Carries out the planned save, instead of a save to `output`."""
     what: str = "a save"
-    """What this is, where members of a group do different things."""
+    """A description for messages if members of a group do different things."""
 
     def __post_init__(self) -> None:
         PlanOptions.__post_init__(self)  # By name: a class with slots is not the one that super() looks for.
@@ -150,7 +151,7 @@ class Saving(PlanOptions):
             object.__setattr__(self, name, parse(getattr(self, name), name))
 
     def run(self, hold: Callable[[bool], Held], group: Group | None) -> Summary:
-        """Save what `hold` gives, told whether this process is the first of its group."""
+        """Save the result of `hold`, which is called with True on the first member of the group."""
         return self._alone(hold(True)) if group is None else self._together(hold, group)
 
     def _alone(self, held: Held) -> Summary:
@@ -207,14 +208,14 @@ class Saving(PlanOptions):
         return f"{self.what} to {find_store(self.output)}"
 
     def _chosen(self) -> dict[str, str]:
-        """The options that decide what is written, as the caller gave them."""
+        """Return the options that determine the output, as the caller gave them."""
         names = [*(one.name for one in fields(PlanOptions)), "max_shard_size"]
         return {name: shown(getattr(self, name)) for name in names}
 
     def _shards(
         self, heads: Sequence[TensorHead], groups: Sharding | None
     ) -> tuple[list[TensorHead], dict[str, MemoryShard], dict[str, bytes]]:
-        """The tensors in model order, as the checkpoint has them; the shards by name; the index.json if there is one.
+        """Return the tensors in model order; the shards by name; the index.json by name, if there is one.
 
         Args:
             heads: in the order in which shards are filled.
@@ -254,27 +255,27 @@ def save(
 ) -> Summary | Future[Summary]:
     """Write tensors in memory, such as a model in training, as the folder that `convert` makes of their checkpoint.
 
-    The weight files are byte for byte those that `convert` writes, and `restore` gives a checkpoint with these tensors,
-    by these names. If config.json says `tie_word_embeddings`, and two names are one embedding in memory, the first is
-    saved. Models of transformers 5 may have other names than their checkpoints, such as those of merged experts, which
-    are refused: `relayout.transformers.save_pretrained` writes the names of the checkpoint.
-    Nothing is gathered: no process needs more than 512 MiB beside the tensors.
+    The weight files are byte for byte those that `convert` writes, and `restore` writes a checkpoint with these tensors
+    and names. If config.json has `tie_word_embeddings`, and two names are one embedding in memory, the first is saved.
+    Models of transformers 5 may have other names than their checkpoints, such as those of merged experts. These names
+    are refused: `relayout.transformers.save_pretrained` writes the names of the checkpoint. Nothing is gathered: no
+    process needs more than 512 MiB in addition to the tensors.
 
     Args:
-        tensors: by name, on any device. Of a DTensor (FSDP2, tensor-parallel, or both), this process gives its shard.
+        tensors: by name, on any device. For a DTensor (FSDP2, tensor-parallel, or both), this process gives its shard.
             They must not change before the save has ended; with `background`, before this function returns.
-        output: the folder to make, or its URL. It appears complete or not at all. All processes must reach it.
-        config: the content of config.json, or that file; or a folder whose small files, such as config.json and those
-            of the tokenizer, are copied. Of a group, that of the first member counts.
+        output: the folder to create, or its URL. It appears complete or not at all. All processes must reach it.
+        config: the content of config.json, or that file; or a folder with small files to copy, such as config.json and
+            those of the tokenizer. In a group, that of the first member is used.
         dtype: the floating-point dtype to write, to which tensors are cast while they are copied. Default: their own.
-        group: a process group; all members save together, each with what it holds, and with equal options. Default:
-            this process alone, which holds everything.
+        group: a process group; all members save together, each with the tensors that it holds, and with equal options.
+            Default: this process alone, which holds everything.
         background: copy the tensors to host memory, and return at once.
-        max_shard_size: bytes of a shard of the checkpoint that `restore` gives back.
+        max_shard_size: bytes of a shard of the checkpoint that `restore` writes.
         options: as for `convert`.
 
     Returns:
-        What was written; with `background`, a future of that, which raises what this function would have.
+        A summary of the output; with `background`, a future of it, which raises the errors of this function.
 
     Raises:
         FormatError: config.json is damaged.
@@ -297,15 +298,15 @@ def save(
 
 
 Hold = Callable[[bool], Held]
-"""Returns what a process gives to a save, told whether it is the first of its group."""
+"""Returns the tensors that a process gives to a save; its argument is True on the first member of the group."""
 
 
 def start(
     prepare: Callable[[], tuple[Saving, Hold]], group: ProcessGroup | None, background: bool
 ) -> Summary | Future[Summary]:
-    """Save what this process holds, in its line; the rest as for `save`.
+    """Save the tensors of this process, after earlier saves in its line; otherwise as `save`.
 
-    An error of `prepare`, or of what that returns, is raised by all members.
+    An error of `prepare`, or of the function that it returns, is raised by all members.
     """
     if getattr(_running, "is_inside", False):
         what = "save: called by the progress function of a save, which would wait for itself"
@@ -317,7 +318,7 @@ def start(
         saving, hold = prepare()
         copied = hold(line.is_first).on_host()
     except BaseException as error:
-        future = line.begin(partial(_raise, error))  # The other members are told, in their line.
+        future = line.begin(partial(_raise, error))  # The other members are notified, in their line.
         if isinstance(error, Exception):
             return future
         raise
@@ -334,7 +335,7 @@ def _raise(error: BaseException, _: Group | None) -> NoReturn:
 
 
 _SIGNAL_SECONDS = 0.5
-"""The longest time in which a wait does not notice Ctrl-C."""
+"""Seconds that a wait may take to notice Ctrl-C."""
 
 Work = Callable[[Group | None], Summary]
 """A save, given its group; None: it has none."""
@@ -345,14 +346,14 @@ class _Turn:
 
     def __init__(self) -> None:
         self.earlier: _Turn | None = None
-        """The turn before it in the line, until that has ended."""
+        """The previous turn in the line, until it has ended."""
         self._is_over = threading.Event()
 
     def wait(self) -> None:
-        """Wait until the save before it has ended, which waits for the ones before that. Threads may wait at once."""
+        """Wait until the previous save has ended, which waits for earlier ones. Several threads may wait at once."""
         earlier = self.earlier
         if earlier is not None:
-            # Again and again: Python notices no signal that comes just before a wait, until that has ended.
+            # In a loop: Python handles a signal that comes just before a wait only after the wait.
             while not earlier._is_over.wait(_SIGNAL_SECONDS):
                 pass
             self.earlier = None
@@ -365,12 +366,13 @@ class _Turn:
 class _Line:
     """Saves that run one after the other, in the order in which they were begun.
 
-    A save that sends messages in the group of its line, and whatever belongs to it, does so in its turn only.
+    A save sends messages in the group of its line, and does all related work, in its turn only.
     """
 
     def __init__(self, group: ProcessGroup | None = None) -> None:
         self._process_group = group
-        """A group of the same processes as the caller's, for messages from host memory that meet no others."""
+        """A group of the same processes as the caller's, for messages from host memory, separate from all other
+        messages."""
         self.is_first = group is None or Group(group).index == 0
         self._lock = threading.Lock()
         self._last: _Turn | None = None
@@ -392,7 +394,7 @@ class _Line:
         except BaseException as error:
             if has_come:
                 group.fail(error)
-            else:  # The turn comes all the same, and the other members are told then.
+            else:  # The turn comes all the same, and the other members are notified then.
                 self._join(turn)
                 self._begin(partial(_raise, error), turn)
             raise
@@ -446,7 +448,7 @@ class _Line:
 
 @cache
 def _line_of_process(process: int) -> _Line:
-    """The saves without a group. A fork has another process number: it waits for no save of its parent."""
+    """Return the line of saves without a group. A fork has its own: it waits for no save of its parent."""
     return _Line()
 
 
@@ -457,12 +459,12 @@ They are not destroyed: torch 2.13 gives the next group of these ranks the same 
 """
 _lines: WeakKeyDictionary[ProcessGroup, _Line] = WeakKeyDictionary()
 _connecting: WeakKeyDictionary[ProcessGroup, threading.Lock] = WeakKeyDictionary()
-"""A lock for each group: two threads must not make two lines of it."""
+"""A lock for each group: two threads must not create two lines for it."""
 _lines_lock = threading.Lock()
 
 
 def _line_of(group: ProcessGroup) -> _Line:
-    """The saves of a group, which all members begin in the same order."""
+    """Return the line of saves of a group, which all members begin in the same order."""
     if group not in _groups:
         Group(group)  # Raises, unless it is a group.
     with _lines_lock:
@@ -478,7 +480,7 @@ def _line_of(group: ProcessGroup) -> _Line:
 
 
 def _check_same(called: Sequence[str]) -> None:
-    """Check that all members have begun the same."""
+    """Check that all members have begun the same save."""
     other = next((member for member, one in enumerate(called) if one != called[0]), None)
     if other is not None:
         what = f"group: member 0 makes {called[0]}, member {other} {called[other]}"
@@ -486,7 +488,7 @@ def _check_same(called: Sequence[str]) -> None:
 
 
 def _union(held: Mapping[str, HeldTensor], group: Group) -> list[TensorHead]:
-    """All tensors of the group, those of the first member first."""
+    """Return all tensors of the group, those of the first member first."""
     own = [one.head for one in held.values()]
     if len(set(group.all_gather(digest_hex(repr(own).encode())))) == 1:
         return own
@@ -514,21 +516,21 @@ def _check_whole(held: Mapping[str, HeldTensor], union: Sequence[TensorHead], gr
 
 
 def _parts(held: Mapping[str, HeldTensor], heads: Sequence[TensorHead], group: Group) -> list[list[Slice]]:
-    """Tell what each member holds of each tensor."""
+    """Return the part of each tensor that each member holds."""
     same: dict[Slice, Slice] = {}  # Equal ones are sent once.
     parts = [held[head.name].part if head.name in held else NOT_HELD for head in heads]
     return group.all_gather([same.setdefault(part, part) for part in parts])
 
 
 def _cut(heads: Sequence[TensorHead], parts: Sequence[Sequence[Slice]]) -> list[CutTensor]:
-    """Each tensor as the members have it. Those that are alike share one object."""
+    """Return the members' cut of each tensor. Equal cuts share one object."""
     cut_of = cache(Cut)
     rows = zip(*parts, strict=True)
     return [cut_of(row).tensor(head.dtype, head.shape) for head, row in zip(heads, rows, strict=True)]
 
 
 def _check_equal(planned: Conversion, options: Mapping[str, str], group: Group) -> None:
-    """Check that all members have planned the same."""
+    """Check that all members have planned the same save."""
     fingerprint = fingerprint_of(planned, identity_of(planned.source).content)
     (first, given), *others = group.all_gather((fingerprint, options))
     for member, (other, values) in enumerate(others, 1):

@@ -1,10 +1,10 @@
-"""transformers: models of converted folders, in its own tensor parallelism, under torchrun; and models to save.
+"""transformers: load models of converted folders, in its own tensor parallelism, under torchrun; and save models.
 
-A load: transformers asks of each weight exactly the part that its plan gives to the rank. What lies in relayout's slice
-of the rank is answered from that; the rest, where the two cut differently, is read from the other ranks' files.
+A load: transformers requests of each weight exactly the part that its plan gives to the rank. Elements in relayout's
+slice of the rank are taken from it; the rest, where the two cut differently, is read from the other ranks' files.
 
-A save: what `save_pretrained` would write is found out without its elements (`loader/models.py`). Each tensor of the
-checkpoint is known as a view of one of the model's, and each process gives its part of that.
+A save: the output of `save_pretrained` is determined without its elements (`loader/models.py`). Each tensor of the
+checkpoint is a view of one of the model's tensors, and each process gives its part of that.
 """
 
 from __future__ import annotations
@@ -47,17 +47,17 @@ def from_pretrained(
 ) -> Any:
     """Load a model, cut for the processes of the default group of `torch.distributed`, or whole without one.
 
-    Each process reads its own rank's slices; no bytes go between processes.
+    Each process reads its own rank's slices; no bytes are sent between processes.
 
     Args:
-        folder: what `relayout convert` wrote, best for as many ranks as there are processes.
-        model_class: of transformers. Default: the one that config.json names.
+        folder: an output of `relayout convert`, best with one rank per process.
+        model_class: of transformers. Default: the class that config.json names.
         backend, threads, memory, verify: as for `relayout.iter_load`.
         settings: for the class's own `from_pretrained`, such as `dtype`.
 
     Raises:
-        FormatError, PlanError, OSError, MemoryError: as `relayout.iter_load`; or the folder was not converted, or
-            owns experts whole, which transformers does otherwise.
+        FormatError, PlanError, OSError, MemoryError: as `relayout.iter_load`; or the folder was not converted, or has
+            whole experts per rank, which transformers distributes differently.
         ModuleNotFoundError: transformers 5 is not installed.
     """
     from torch import distributed
@@ -100,7 +100,7 @@ def from_pretrained(
 
 
 def _class_of(config: Any) -> type[Any]:
-    """The class of transformers that config.json names."""
+    """Return the class of transformers that config.json names."""
     import transformers
 
     for name in getattr(config, "architectures", None) or ():
@@ -111,7 +111,7 @@ def _class_of(config: Any) -> type[Any]:
 
 
 class _Weight:
-    """A weight of which parts can be asked for, as of a `safe_open(...).get_slice`; threads may do so at once."""
+    """A weight that can be read in parts, like `safe_open(...).get_slice`; several threads may read at once."""
 
     def __init__(self, weights: Delivery, name: str, tensor: torch.Tensor) -> None:
         self._weights = weights
@@ -119,11 +119,11 @@ class _Weight:
         self._tensor = tensor
 
     def get_shape(self) -> list[int]:
-        """The shape of the whole weight."""
+        """Return the shape of the whole weight."""
         return list(self._tensor.shape)
 
     def __getitem__(self, index: Any) -> torch.Tensor:
-        """A part: a view of the rank's slice if that has all of it, else read."""
+        """Return a part: a view of the rank's slice if that has all of it; otherwise the part is read."""
         from relayout.engines.global_tensor import GlobalTensor
 
         part = self._tensor[index]
@@ -140,18 +140,19 @@ def save_pretrained(
     background: bool = False,
     **options: Unpack[SaveOptions],
 ) -> Summary | Future[Summary]:
-    """Write a model of transformers as the folder that `convert` makes of what its `save_pretrained` writes.
+    """Write a model of transformers as the folder that `convert` makes of the output of its `save_pretrained`.
 
-    Where `torch.distributed` is initialized, all processes of the group call this, and each gives what it holds:
-    nothing is gathered, under FSDP2 or tensor parallelism. config.json and the generation configuration are written;
-    the files of a tokenizer are not.
+    If `torch.distributed` is initialized, all processes of the group call this, and each gives the tensors that it
+    holds: nothing is gathered, under FSDP2 or tensor parallelism. config.json and the generation configuration are
+    written; the files of a tokenizer are not.
 
     Args:
         output, background: as for `relayout.save`.
         model: of transformers 5, also in DistributedDataParallel, and with compiled layers; not quantized, and without
-            adapters. All processes give the same one, not stages.
-        dtype: the floating-point dtype to write, as if the model had been loaded by `from_pretrained(dtype=...)`: what
-            its class keeps in FP32 at a dtype of 16 bits is FP32. The model keeps its own dtypes.
+            adapters. All processes give the same model, not stages.
+        dtype: the floating-point dtype to write, as if the model had been loaded by `from_pretrained(dtype=...)`:
+            tensors that its class keeps in FP32 at a dtype of 16 bits are written as FP32. The model keeps its own
+            dtypes.
         group: the processes that hold the model. Default: the default group, if there is one.
         options: as for `relayout.save`.
 
@@ -168,7 +169,7 @@ def save_pretrained(
 
 
 def group_of(group: ProcessGroup | None) -> ProcessGroup | None:
-    """The processes that hold a model: a group, or the default one; None: this process alone."""
+    """Return the processes that hold a model: a group, or the default one; None: this process alone."""
     from torch import distributed
 
     is_distributed = distributed.is_initialized() and distributed.get_world_size() > 1
@@ -176,7 +177,7 @@ def group_of(group: ProcessGroup | None) -> ProcessGroup | None:
 
 
 def holding_model(model: Any, dtype: torch.dtype | None, max_shard_nbytes: int) -> Callable[[bool], Held]:
-    """What a process gives to a save of a model, see `save.start` and `save_pretrained`."""
+    """Return a function for the tensors that a process gives to a save of a model, see `save.start`."""
     check_floating(dtype)
     model, name_of = unwrapped(model)
 
@@ -192,9 +193,9 @@ def holding_model(model: Any, dtype: torch.dtype | None, max_shard_nbytes: int) 
 
 
 def _dtypes_at(model: Any, dtype: torch.dtype | None) -> Callable[[str], torch.dtype | None]:
-    """The dtype to save each floating-point tensor as, by the model's own name of it; None: its own.
+    """Return the dtype to save each floating-point tensor as, by the model's own name of it; None: its own.
 
-    Some stay in FP32 at a dtype of 16 bits, by names that the class lists, as `from_pretrained(dtype=...)` decides it
+    Some stay in FP32 at a dtype of 16 bits, by names that the class lists, following `from_pretrained(dtype=...)`
     (transformers 5.24: `_get_dtype_plan` in `modeling_utils.py`, and its use in `core_model_loading.py`).
     """
     from transformers.core_model_loading import build_glob_alternation
@@ -212,7 +213,7 @@ def _dtypes_at(model: Any, dtype: torch.dtype | None) -> Callable[[str], torch.d
 
 
 def _sharding(model: Any, stand_ins: dict[str, Any], max_shard_nbytes: int) -> Sharding:
-    """How the tensors of a checkpoint are grouped into shards, as `save_pretrained` does it."""
+    """Return the grouping of a checkpoint's tensors into shards, as `save_pretrained` does it."""
     from huggingface_hub import split_state_dict_into_shards_factory
 
     split = split_state_dict_into_shards_factory(
@@ -227,10 +228,10 @@ def _sharding(model: Any, stand_ins: dict[str, Any], max_shard_nbytes: int) -> S
 
 
 def _state_of(model: Any, name_of: Callable[[str], str]) -> dict[str, torch.Tensor]:
-    """The tensors that are saved, under the model's own names, as `save_pretrained` chooses them.
+    """Return the tensors that are saved, under the model's own names, as `save_pretrained` chooses them.
 
     Args:
-        name_of: removes from a name what wrappers inside the model add, see `unwrapped`.
+        name_of: removes from a name the additions of wrappers inside the model, see `unwrapped`.
     """
     import torch
 
@@ -247,7 +248,7 @@ def _state_of(model: Any, name_of: Callable[[str], str]) -> dict[str, torch.Tens
     state = {name_of(name): tensor for name, tensor in model.state_dict().items()}
     for name in getattr(model, "_keys_to_ignore_on_save", None) or ():
         state.pop(name, None)
-    # Tied tensors are one parameter. Stand-ins share memory where they do.
+    # Tied tensors are one parameter. Their placeholders share memory.
     own = [*model.named_parameters(remove_duplicate=False), *model.named_buffers(remove_duplicate=False)]
     parameters = {name_of(name): tensor for name, tensor in own}
     shared: dict[int, torch.Tensor] = {}
@@ -258,10 +259,10 @@ def _state_of(model: Any, name_of: Callable[[str], str]) -> dict[str, torch.Tens
 
 
 def _check_scopes(model: Any) -> None:
-    """Check that transformers finds the tensors of models inside a model, whose names in a checkpoint may be others."""
+    """Check that transformers finds the tensors of nested models, which may have other names in a checkpoint."""
     from transformers.conversion_mapping import get_model_conversion_mapping
 
-    if getattr(model, "_weight_conversions", None) is not None:  # Of its from_pretrained, when nothing was compiled.
+    if getattr(model, "_weight_conversions", None) is not None:  # Set by its from_pretrained, before compilation.
         return
     for conversion in get_model_conversion_mapping(model, add_legacy=False):
         scope = getattr(conversion, "scope_prefix", None) or ""
@@ -271,7 +272,7 @@ def _check_scopes(model: Any) -> None:
 
 
 def _small_files(model: Any, dtype: torch.dtype) -> dict[str, bytes]:
-    """config.json and what else `save_pretrained` writes beside the weights, by the same steps."""
+    """Return config.json and the other small files that `save_pretrained` writes, by the same steps."""
     from transformers.dynamic_module_utils import custom_object_save
 
     config = copy.deepcopy(model.config)

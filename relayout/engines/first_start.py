@@ -98,7 +98,7 @@ class WantedConversion:
     expert_parallel: bool = False
     """True if experts are owned whole, in contiguous blocks over the ranks."""
     ranks: Collection[int] | None = None
-    """The ranks on this node, if others run on other nodes: only these are converted. None: all."""
+    """The ranks on this node, if some ranks run on other nodes: only these are converted. None: all."""
     observe: str | None = None
     """The engine that plans are observed from if no built-in plan fits the model. None: plans are not observed."""
 

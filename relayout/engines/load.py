@@ -288,7 +288,7 @@ class EngineRank:
     is_unused: Callable[[str], bool]
     """Return True for tensors that the engine's own loader skips, or is not expected to use; see `RankWeights`."""
     local_ranks: tuple[int, ...] | None = None
-    """The ranks on this node, if others run on other nodes; only these are converted. None: all."""
+    """The ranks on this node, if some ranks run on other nodes; only these are converted. None: all."""
     observe: str | None = None
     """The engine's package, a key of `plans.family.ENGINES`: plans are observed from it for models without a built-in
     plan. None: plans are not observed."""

@@ -165,8 +165,8 @@ class RankWeights:
     """Returns True for tensors that the engine is not expected to use. The engine is given these; if it does use one,
     it is read from the files of all ranks."""
     is_placed: Callable[[str], bool] | None = None
-    """Returns True for tensors that the engine places by itself. It is given all of them, whichever rank holds them,
-    and those that it uses are read, see `placing`. None: the engine uses the tensors that the rank holds."""
+    """Returns True for tensors that the engine places by itself. It is given all of them, regardless of the rank that
+    holds them, and the used ones are read, see `placing`. None: the engine uses the tensors that the rank holds."""
     small_first: bool = False
     """True to read and deliver slices of less than a page before all others; see `vllm_reload`."""
     lazy: bool = False
@@ -473,7 +473,7 @@ class Delivery:
     def _expected_of(
         self, placed: TensorColumns, names: Collection[str], given: Collection[str]
     ) -> Iterator[tuple[str, torch.Tensor]]:
-        """Yield the tensors of `names`, read; then all others, unread, except those in `given`."""
+        """Yield the placed tensors in `names`, read; then all other placed tensors except `given`, unread."""
         from relayout.loader.sources.checkpoint import doubting
         from relayout.loader.stream import stream
 

@@ -1,1 +1,1 @@
-"""Weights that change in a live engine: their locations in memory, and updates of vLLM and SGLang."""
+"""Weights that change in a live engine: where they lie in memory, and updates of vLLM and SGLang."""

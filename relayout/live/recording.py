@@ -182,8 +182,8 @@ class Recording(TorchDispatchMode):
         self._current: str | None = None
         """The slice most recently yielded to the engine. Writes of unknown origin are attributed to it."""
         self.has_unseen = False
-        """True if another thread may have written weights, or a parameter was loaded with values computed from others.
-        """
+        """True if another thread may have written weights, or a parameter was loaded with values computed from other
+        tensors."""
         self._around = ExitStack()
 
     def given(self, tensors: Iterable[tuple[str, torch.Tensor]]) -> Iterator[tuple[str, torch.Tensor]]:
@@ -374,8 +374,8 @@ def _seen_around(recording: Recording) -> Iterator[None]:
     """Note each tensor that this thread hands to code that torch's dispatch modes do not see.
 
     This covers methods that return an address of memory, and custom operators that torch treats as compositions: torch
-    calls the code of these at once. A torch function mode would see both, but would slow down every tensor operation of
-    the engine.
+    calls their code directly. A torch function mode would see both, but would slow down every tensor operation of the
+    engine.
     """
     thread = get_ident()
 

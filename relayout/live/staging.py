@@ -15,7 +15,7 @@ again in the commit.
 - XOR masks apply only to the weights that they were computed from. `Staged.base` is the digest of these weights, and
   `check_base` compares it before the first commit.
 - `content` is None whenever the weights are not known: during a commit, after a failed one, and after a reload by
-  others.
+  another loader.
 - The flips of one update have no element in common, so threads may apply them in any order.
 
 **What can go wrong.** Between two updates an engine may free or move its memory (sleep modes), or receive weights in
@@ -73,7 +73,7 @@ _NUMBERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 _PIECE_NBYTES = 8 * 2**20
 """Bytes that are copied from a device at once for comparison."""
 _NUM_SAMPLES = 64
-"""Elements of each storage that are compared to detect writes by others."""
+"""Elements of each storage that are compared to detect other writers."""
 _AT_ONCE = 2**14
 """Elements that are changed at once: few enough that the elements read are still in a core's cache when written."""
 _SHARE = 2**18
@@ -246,7 +246,7 @@ class LiveWeights:
         freed."""
 
     def loaded_again(self, content: Content | None) -> None:
-        """Note that the engine was loaded again by others, and the content that it then has."""
+        """Note that another loader has loaded the engine again, and the content that it then has."""
         self.content, self._left = content, None
 
     def _look(self) -> bytes | None:
@@ -401,7 +401,7 @@ class LiveWeights:
             rehearse(modules, (one for one in staged.tensors.deliver(held) if one[0] in again))
 
     def _modules(self, staged: Staged) -> Modules:
-        """Return the modules that the engine loads again, without those that existed only during the load."""
+        """Return the modules that the engine loads again, without modules that existed only during the load."""
         if staged.modules is None:
             return None
         found = [self.recorded.modules[name]() for name in sorted(staged.modules) if name in self.recorded.modules]

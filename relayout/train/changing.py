@@ -1,22 +1,21 @@
 """Find the elements that changed since the last step, and send them to the members that write them.
 
-**Problem.** A training step changes few bytes of the weights, and a delta should cost only these. But the process that
-holds a part of a tensor is rarely the one that writes the rank files containing it. Sending all weights to the writers
-at each step would cost as much as a full save.
+**Problem.** A training step often changes few elements of the weights, and a delta should cost only these. But the
+process that holds a part of a tensor is rarely the one that writes the rank files containing it. Sending all weights to
+the writers at each step would cost as much as a full save.
 
 **Idea.** A process that writes weight files, or computes the digest of a whole tensor, keeps *images*: their bytes as
 of the last step. A member of a group compares its part of a tensor with the last step's bytes: with its own images if
 these contain the whole part, otherwise with a copy of the part that it keeps. Only elements that differ are sent to the
-images of all members, in rounds; in a block where most differ, whole runs are sent. The receiver applies them to its
-image. The XOR of old and new bytes goes into the delta, and the changed chunks, slices and tensors are digested again.
-Unchanged data is not sent, written or digested. When a folder is written, no element is assumed to be equal: all
-elements are sent and compared with the images.
+images of all members, in rounds; in a block where more than 1/`_DENSE` differ, whole runs are sent. The receiver
+applies them to its image. The XOR of old and new bytes goes into the delta, and the changed chunks, slices and tensors
+are digested again. Unchanged data is not sent or written, and, with one exception (see below), not digested. When a
+folder is written, no element is assumed to be equal: all elements are sent and compared with the images.
 
 **Invariants.**
 - After a step, the images equal the weights of that step on all members, and each kept digest belongs to the bytes of
   the images.
-- All members use the same layout and hold the same parts as at the last step. Otherwise `KeptStep` is empty, and the
-  step is a whole folder.
+- All members use the same layout and hold the same parts as at the last step. Otherwise the step is a whole folder.
 - All members call the same methods in the same order. The exchange of a window ends for all members in the same round,
   when each has sent its last block.
 - Chunks of a file are encoded once, after the last window of tensors that overlaps them.
@@ -135,7 +134,7 @@ class _Pending:
     """A weight file with a changing image: from front to back, in any order within one window of tensors."""
 
     def __init__(self, file: RankFile, image: Bytes, cut: Sequence[CutTensor], *, is_compared: bool) -> None:
-        """Begin a file of a layout with these tensors. If `is_compared`, record the changes as an XOR."""
+        """Begin a file of a layout, with the cut of each tensor. If `is_compared`, record the changes as an XOR."""
         self.file, self.image = file, image
         sizes = {t: cut[t].rank_nbytes(file.holder) for t in file.tensors}
         self.widths = element_widths(
@@ -150,7 +149,7 @@ class _Pending:
         """Numbers of chunks in which elements may have changed."""
 
     def reach(self, window: Iterable[int]) -> None:
-        """Extend the XOR memory to the end of these tensors."""
+        """Extend the XOR memory to the end of a window's tensors."""
         self._end = max([self._end, *(self._ends[t] for t in window if t in self._ends)])
         if self._xor is not None:
             longer = np.zeros(self._end - self._start, np.uint8)

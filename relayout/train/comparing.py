@@ -70,9 +70,9 @@ class KeptStep:
     parts: Mapping[int, Bytes] = field(default_factory=dict)
     """Copies of the parts that this process holds of tensors that other members write, by position."""
     chunks: dict[str, list[bytes]] = field(default_factory=dict)
-    """Digests of the chunks of these files."""
+    """Digests of the chunks of `files`, by name."""
     slices: dict[tuple[int, int], str] = field(default_factory=dict)
-    """Digests of the slices in these files, by tensor and position."""
+    """Digests of the slices in `files`, by tensor and position."""
     source_digests: dict[int, str] = field(default_factory=dict)
     """Digests of whole tensors."""
 

@@ -79,7 +79,7 @@ class MemberParts:
                 raise PlanError(f"{what}: {advice}", tensor=head.name, code="missing")
 
     def digests(self, member: int, held: Mapping[int, HeldTensor], threads: int) -> list[bytes]:
-        """Return a digest of each part that a member shares with others, in ascending order of tensors."""
+        """Return a digest of each part that a member shares with other members, in ascending order of tensors."""
         shared = [t for t in range(len(self.parts)) if any(member in members for members in self._shared(t))]
         return each(lambda t: held[t].digest(), shared, threads)
 

@@ -106,7 +106,7 @@ class Publisher:
                 has seen it retired for this number of seconds. Readers have this time to finish reading.
             keep_in: a folder on a local drive for the bytes of the last step. Default: host memory. Each of N members
                 needs 1/N of the weights as files, up to as much for whole tensors that it digests, and up to as much
-                for its parts of tensors that others write; a process without a group needs the weights once.
+                for its parts of tensors that other members write; a process without a group needs the weights once.
             key, certificate, chain: sign each step, as `relayout.sign` does: its relayout.json, which contains the
                 digests of all other files. All members of a group read them. Default: steps are not signed.
             max_part_nbytes: as for `relayout.save`. In addition to the last step, the encoded changes of a part are in

@@ -80,7 +80,7 @@ class Root:
         return read_steps(store) or (StepsIndex(), None)
 
     def move(self, change: Callable[[StepsIndex], StepsIndex], reserved_nbytes: int = 0) -> StepsIndex:
-        """Replace the index by the result of `change`, and return it. Concurrent updates by others are not lost.
+        """Replace the index by the result of `change`, and return it. Updates by other processes are not lost.
 
         Args:
             reserved_nbytes: bytes that must be left below the readers' size limit, unless the index becomes shorter.

@@ -504,7 +504,7 @@ def _union(held: Mapping[str, HeldTensor], group: Group) -> list[TensorHead]:
 
 
 def _check_whole(held: Mapping[str, HeldTensor], union: Sequence[TensorHead], group: Group) -> None:
-    """Check that this member gives a whole model, as the others do."""
+    """Check that this member gives a whole model, with every tensor of the group."""
     lacking = next((head.name for head in union if head.name not in held), None)
     if lacking is not None:
         what = f"member {group.index} has a model without it: a pipeline stage is no whole model"

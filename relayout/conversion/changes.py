@@ -1,4 +1,4 @@
-"""What changed between two versions of a weight file, written as a file of a delta."""
+"""Writes the changes between two versions of a weight file as a file of a delta."""
 
 from __future__ import annotations
 
@@ -17,21 +17,21 @@ from relayout.publish.output import Output
 
 @dataclass(frozen=True, slots=True)
 class EncodedPiece:
-    """A piece of a weight file that changed."""
+    """One changed piece of a weight file."""
 
     number: int
     encoded: bytes
-    """What `encode` makes of the XOR of its versions."""
+    """The XOR of the two versions, after `encode`; empty if the piece is unchanged."""
     content: str
-    """Proof of it as it is now."""
+    """BLAKE3 digest of the new version, in hex."""
 
 
 def write_pieces(made: Output, file: str, number: int, changes: Iterable[EncodedPiece]) -> DeltaFile | None:
-    """Write what changed in a file; None: nothing has.
+    """Write the changes of one file to a delta; return None if nothing changed.
 
     Args:
         number: of the file.
-        changes: by rising number. Those of which nothing is encoded did not change.
+        changes: by rising number. Pieces with empty `encoded` are unchanged and skipped.
     """
     found = (piece for piece in changes if piece.encoded)
     first = next(found, None)
@@ -53,13 +53,13 @@ def write_pieces(made: Output, file: str, number: int, changes: Iterable[Encoded
 
 
 def widths_in(header: Header) -> ElementWidths:
-    """The widths of the elements of a weight file's tensors."""
+    """Return the element widths of the tensors in a weight file."""
     held = (tensor for tensor in header.tensors if tensor.nbytes)
     return element_widths((header.data_start + tensor.offset, tensor.dtype) for tensor in held)
 
 
 def element_widths(tensors: Iterable[tuple[int, str]]) -> ElementWidths:
-    """The widths of the elements of a weight file, from offset and dtype of each tensor that has bytes."""
+    """Return the element widths of a weight file, from the offset and dtype of each tensor that has bytes."""
     starts: list[int] = []
     widths: list[int] = []
     for offset, dtype in sorted(tensors):
@@ -72,15 +72,15 @@ def element_widths(tensors: Iterable[tuple[int, str]]) -> ElementWidths:
 
 @dataclass(frozen=True, slots=True)
 class ElementWidths:
-    """The width of the elements that each byte of a weight file belongs to."""
+    """Element widths of all bytes of a weight file, as runs of equal width."""
 
     starts: tuple[int, ...]
-    """Where each run of elements of one width begins: absolute file offsets, rising."""
+    """Absolute file offset of the first byte of each run, rising."""
     widths: tuple[int, ...]
-    """Bytes of an element of each run."""
+    """Bytes of one element in each run."""
 
     def of(self, chunk: Extent) -> list[tuple[int, int]]:
-        """What a chunk consists of: bytes, and bytes of an element, which divides them."""
+        """Split a chunk into runs: pairs of total bytes and bytes of one element, which divide the total."""
         first, end = bisect_right(self.starts, chunk.offset) - 1, bisect_right(self.starts, chunk.end - 1)
         bounds = [chunk.offset, *self.starts[first + 1 : end], chunk.end]
         runs = []

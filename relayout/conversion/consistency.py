@@ -1,6 +1,6 @@
-"""Whether a converted folder agrees with itself: all copies of each fact in headers, tables, record and small files.
+"""Checks that a converted folder is consistent: compares copies of facts in headers, tables, record and small files.
 
-Reads no weights. FORMAT.md says for each fact which copy counts. A check yields what differs.
+Reads no weights. FORMAT.md defines which copy of each fact is authoritative. A check yields the differences.
 """
 
 from __future__ import annotations
@@ -44,11 +44,17 @@ from relayout.storage.stores import Store, nowhere
 
 _OTHER = "is not part of this conversion"
 _ANY_LENGTH = -1
-"""Stands in place of the length of a file of which only the digest is recorded."""
+"""Stands in place of the length of a file for which only the digest is recorded."""
 Culprit: TypeAlias = Literal["folder", "source", "either", "side files", "ranks", "others"]
-"""What is wrong: the converted folder; the source that was named, while the folder agrees with its own digests and with
-its record of what it was converted from; one of the two, as too little was read to tell which; only the source's small
-files, while all slices are equal; ranks of which no file was copied; or other files beside those of the folder."""
+"""The faulty party of a difference.
+
+- folder: the converted folder.
+- source: the given source; the folder agrees with its own digests and with its record of the conversion's source.
+- either: the folder or the source; too little was read to decide.
+- side files: only the small files of the source; all slices are equal.
+- ranks: files of some ranks were not copied.
+- others: files that do not belong to the folder.
+"""
 
 
 @dataclass(frozen=True, slots=True)
@@ -72,31 +78,31 @@ class Difference:
 
 @dataclass(slots=True, repr=False)
 class Verification(Result):
-    """What `verify` found."""
+    """The result of `verify`."""
 
     num_ranks: int
     """The tensor-parallel degree."""
     ranks: tuple[int, ...]
-    """The ranks that were checked: all that the folder has, or those that were asked for."""
+    """The ranks that were checked: all in the folder, or the requested ones."""
     num_tensors: int = 0
-    """Slices of these ranks whose bytes were hashed."""
+    """Slices of the checked ranks with hashed bytes."""
     nbytes: int = 0
     """Bytes of files that were read and hashed."""
     compared_with_source: bool = False
     signer: str | None = None
-    """The signer whose signature was proven, as the policy has it; None: there was no policy."""
+    """The verified signer, as named in the trust policy; None: no policy was given."""
     has_signature: bool = False
-    """Whether the folder has a signature, proven or not."""
+    """True if the folder has a signature, verified or not."""
     differences: list[Difference] = field(default_factory=list)
 
     @property
     def ok(self) -> bool:
-        """Whether there are no differences."""
+        """True if there are no differences."""
         return not self.differences
 
     @property
     def culprit(self) -> Culprit | None:
-        """What is wrong; None if nothing is. One tensor that proves another source explains what could be either."""
+        """The faulty party; None if nothing differs. "source" has priority over "either", which it explains."""
         found = {difference.culprit for difference in self.differences}
         order: tuple[Culprit, ...] = ("folder", "source", "either", "side files", "ranks", "others")
         return next((culprit for culprit in order if culprit in found), None)
@@ -108,20 +114,20 @@ class Verification(Result):
 def difference(
     file: str, what: str, tensor: str | None = None, extent: Extent | None = None, culprit: Culprit = "folder"
 ) -> Difference:
-    """What differs in a file, or in an extent of it."""
+    """Return a difference in a file, or in an extent of the file."""
     start, end = (None, None) if extent is None else (extent.offset, extent.end)
     return Difference(file, tensor, start, end, what, culprit)
 
 
 def difference_of(file: str, error: Exception, culprit: Culprit = "folder") -> Difference:
-    """An error as a difference of the file, which is named once."""
+    """Return an error as a difference of the file, without naming the file twice."""
     if isinstance(error, FormatError) and f"/{error.path}".endswith(f"/{file}"):
         return difference(file, error.what, error.tensor, culprit=culprit)
     return difference(file, str(error), culprit=culprit)
 
 
 def _with_error(file: str, found: Iterator[Difference], culprit: Culprit = "folder") -> Iterator[Difference]:
-    """What a check of a file yields; that it cannot be read is a difference, too."""
+    """Yield the differences that a check of a file finds; a read error counts as a difference."""
     try:
         yield from found
     except FormatError as error:
@@ -129,7 +135,7 @@ def _with_error(file: str, found: Iterator[Difference], culprit: Culprit = "fold
 
 
 def check_small_file(folder: Store, expected: SideFile, what: str, culprit: Culprit = "folder") -> Iterator[Difference]:
-    """Yield `what` if a file has another length or digest than is expected."""
+    """Yield the difference `what` if a file does not have the expected length and digest."""
 
     def check() -> Iterator[Difference]:
         side = read_side_file(folder, expected.name)
@@ -140,15 +146,15 @@ def check_small_file(folder: Store, expected: SideFile, what: str, culprit: Culp
 
 
 def absent_ranks(folder: Store, manifest: Manifest) -> tuple[int, ...]:
-    """The ranks of which no file is here, if there are files of others: a tool has copied those of some ranks.
+    """Return the ranks without any file in the folder, if some other rank has files: only some ranks were copied.
 
-    Of a rank that has a file here, no other file is looked for.
+    A rank counts as present as soon as one of its files exists; the rest are not looked up.
     """
 
     def is_here(name: str) -> bool:
         with suppress(FormatError):
             return folder.stat(name) is not None
-        return True  # Something that is no file: whoever reads it says so.
+        return True  # Exists, but is not a regular file: a later read raises the error.
 
     def is_absent(rank: int) -> bool:
         weights = [manifest.files[index].name for index in own_files(manifest, rank)]
@@ -159,14 +165,14 @@ def absent_ranks(folder: Store, manifest: Manifest) -> tuple[int, ...]:
 
 
 def own_files(manifest: Manifest, holder: int) -> list[int]:
-    """Indices of the own files of a holder: of a rank, all but those of whole tensors."""
+    """Return the indices of a holder's own files: for a rank, its files except those of whole tensors."""
     is_rank = holder < manifest.num_ranks
     return [index for index in manifest.holders[holder].files if not (is_rank and index in manifest.shared)]
 
 
 @dataclass(frozen=True, slots=True)
 class FolderDigests:
-    """The digests of tensors in a folder, as far as they are intact."""
+    """The readable digests of the tensors in a folder."""
 
     holders: Mapping[int, Sequence[str]]
     """Digests of the tensors of ranks and other holders, in the order of their tables."""
@@ -175,7 +181,7 @@ class FolderDigests:
 
 
 def check_digests(folder: Store, manifest: Manifest, holders: Iterable[int]) -> tuple[FolderDigests, list[Difference]]:
-    """Read the digests of holders' tensors and of the source's, and find what is wrong with those that are damaged."""
+    """Read the tensor digests of holders and of the source; return them with the differences for unreadable ones."""
     found, of_holders, of_source = list[Difference](), dict[int, Sequence[str]](), None
     for holder in holders:
         try:
@@ -196,10 +202,12 @@ def check_holder(
     source: SourceCheckpoint | None,
     digests: Sequence[str] | None,
 ) -> tuple[RankTable | None, list[Difference]]:
-    """The table of a holder if it and the headers of all its own files can be read, and what differs between them.
+    """Return the table of a holder and all differences between the table and the headers of its own files.
+
+    The table is None if the table itself or one of these headers cannot be read.
 
     Args:
-        digests: of its tensors; None: they cannot be read.
+        digests: of the holder's tensors; None: they cannot be read.
     """
     entry = manifest.holders[holder]
     try:
@@ -229,18 +237,18 @@ def check_holder(
 
 @dataclass(frozen=True, slots=True)
 class _FileRows:
-    """What manifest and rank table say of one file."""
+    """Manifest entry and rank table rows of one file."""
 
     indexed: IndexedFile
     table: RankTable
     rows: Sequence[int]
-    """The rows of the table that are about it, in file order."""
+    """The rows of the table for this file, in file order."""
     digests: Sequence[str] | None
     """Digests of all rows of the table; None: they cannot be read."""
 
 
 def _read_header(folder: Store, file: IndexedFile) -> tuple[bytes, Header]:
-    """The header of a file, as stored and parsed. FormatError: it is not laid out as the manifest says."""
+    """Return the header of a file, stored and parsed, or raise FormatError if its sizes differ from the manifest."""
     where = folder.location(file.name)
     shard, header = read_shard(folder, file.name)
     if shard.nbytes != file.nbytes:
@@ -254,7 +262,7 @@ def _read_header(folder: Store, file: IndexedFile) -> tuple[bytes, Header]:
 def _check_header(
     manifest: Manifest, file: _FileRows, blob: bytes, header: Header, source: SourceCheckpoint | None
 ) -> Iterator[Difference]:
-    """Check a header against the rows of the table, and against the metadata of the source if that is known."""
+    """Check a header against the rows of the table, and against the metadata of the source if that is given."""
     table, rows, name = file.table, file.rows, file.indexed.name
     if proof_hex(blob) != file.indexed.header_digest:
         yield difference(name, "its header differs from what was written", None, Extent(0, len(blob)))
@@ -288,7 +296,7 @@ def _check_header(
 
 
 def _check_metadata(name: str, actual: Mapping[str, str], expected: Mapping[str, str]) -> Iterator[Difference]:
-    """Check that a header has the entries that it should have, and no others, in their order."""
+    """Check that a header has exactly the expected metadata entries, in their order."""
     keys = [key for key in {**expected, **actual} if actual.get(key) != expected.get(key)]
     for key in keys:
         what = f"__metadata__ has {key} {shown(actual.get(key))}, expected {shown(expected.get(key))}"
@@ -299,7 +307,7 @@ def _check_metadata(name: str, actual: Mapping[str, str], expected: Mapping[str,
 
 
 def _sharding_info(file: _FileRows, metadata: Mapping[str, str]) -> tuple[list[Difference], str]:
-    """What differs in the offsets of slices that PyTorch DCP reads, and the expected text; after errors, the stored."""
+    """Check the slice offsets for PyTorch DCP; return differences and the expected text, or after errors the stored."""
     name, table = file.indexed.name, file.table
     kinds, kind_of = table.kinds, table.kind_of
     starts = [kind.part.starts(len(kind.source_shape)) if kind.part.is_box else None for kind in kinds]
@@ -316,7 +324,7 @@ def _sharding_info(file: _FileRows, metadata: Mapping[str, str]) -> tuple[list[D
 
 
 def check_arenas(manifest: Manifest, tables: Mapping[int, RankTable]) -> Iterator[Difference]:
-    """Check where the bytes of each rank are: inside whole tensors, or where direct reads can get them."""
+    """Check the location of each rank's bytes: inside whole tensors, or in reach of direct reads."""
     whole = tables.get(manifest.num_ranks)
     for rank in tables.keys() & set(manifest.present):
         if manifest.whole is None:
@@ -326,7 +334,7 @@ def check_arenas(manifest: Manifest, tables: Mapping[int, RankTable]) -> Iterato
 
 
 def _check_bulk(manifest: Manifest, rank: int, table: RankTable) -> Iterator[Difference]:
-    """Check that the bulk of each file can be read directly to its place: one read that shares no block."""
+    """Check that the bulk of each file can be read directly to its arena offset: one read that shares no block."""
     entry = manifest.holders[rank]
     sizes = list(table.sizes)
     reads = [read.transfer for read in entry.reads]
@@ -367,13 +375,13 @@ def _check_places(manifest: Manifest, rank: int, table: RankTable, whole: RankTa
 
 @dataclass(frozen=True, slots=True)
 class CheckedRecord:
-    """The source record of a folder, and what differs between it and its copies in the manifest and the side files."""
+    """The source record of a folder, with the differences to its copies in the manifest and the side files."""
 
     differences: list[Difference]
     record: SourceRecord | None = None
     """The source record; None: it cannot be read."""
     source: SourceCheckpoint | None = None
-    """What the record describes; None: it cannot be read, or its headers are damaged."""
+    """The checkpoint that the record describes; None: the record cannot be read, or its headers are damaged."""
 
 
 def check_record(folder: Store, manifest: Manifest, digests: Sequence[str | None] | None) -> CheckedRecord:
@@ -387,7 +395,7 @@ def check_record(folder: Store, manifest: Manifest, digests: Sequence[str | None
     except FormatError as error:
         return CheckedRecord([difference_of(SOURCE_RECORD_NAME, error)])
     found = [*_check_side_files(folder, manifest, record)]
-    # Of a config.json that is not the one that was copied, all that follows from it would differ, too.
+    # If config.json differs from the copied file, everything derived from it would differ, too.
     config = None if any(each.file == CONFIG_NAME for each in found) else _config(folder, found)
     found += _check_facts(manifest, record, config)
     found += [] if digests is None else _check_names_of_content(manifest, record, digests)
@@ -407,7 +415,7 @@ def check_record(folder: Store, manifest: Manifest, digests: Sequence[str | None
 
 
 def _config(folder: Store, found: list[Difference]) -> Mapping[str, Any] | None:
-    """The content of config.json; None if something is wrong with it, which is added to what is found."""
+    """Return the content of config.json, or None after adding its error to `found`."""
     try:
         return find_config(folder).content
     except FormatError as error:
@@ -448,7 +456,7 @@ def _check_order(record: SourceRecord) -> Iterator[Difference]:
 
 
 def _check_facts(manifest: Manifest, record: SourceRecord, config: Mapping[str, Any] | None) -> Iterator[Difference]:
-    """Check the manifest's copies of facts; model_type only if config.json can be read."""
+    """Check the manifest's copies of facts in the source record; model_type only if config.json can be read."""
     options = record.options
     model_type = manifest.model_type if config is None else config.get("model_type")
     sizes = (num_bytes(dtype, shape) or 0 for dtype, shape in zip(record.dtypes, record.shapes, strict=True))
@@ -471,7 +479,7 @@ def _check_facts(manifest: Manifest, record: SourceRecord, config: Mapping[str, 
 def _check_names_of_content(
     manifest: Manifest, record: SourceRecord, digests: Sequence[str | None]
 ) -> Iterator[Difference]:
-    """Check that the digests of the source's tensors are there, and that the conversion is named by them."""
+    """Check that the digests of the source's tensors exist, and that the conversion's name is derived from them."""
     if None in digests and manifest.has_all:
         yield difference(DIGESTS_NAME, "digests of source tensors are unknown, and the folder has all ranks")
     if (named := conversion_digest(record, digests)) != manifest.conversion:
@@ -493,9 +501,9 @@ def check_slices(
     record: SourceRecord,
     digests: FolderDigests,
 ) -> Iterator[Difference]:
-    """Check that holders have the recorded slices, and that equal slices have equal digests, where these are known."""
+    """Check that holders have the recorded slices, and that equal slices have equal digests, as far as known."""
     of_holders, of_source = digests.holders, digests.source
-    shared: dict[tuple[int, int], str] = {}  # Digests of slices of several ranks, by tensor and slice.
+    shared: dict[tuple[int, int], str] = {}  # Digests of slices that several ranks hold, by tensor and slice.
     for rank, table in tables.items():
         name, rows = manifest.holders[rank].table, {tensor: row for row, tensor in enumerate(table.names)}
         for t, tensor in enumerate(record.names):
@@ -525,7 +533,7 @@ def check_slices(
 
 
 def check_other_files(folder: Store, manifest: Manifest, tables: Mapping[int, RankTable]) -> Iterator[Difference]:
-    """Check the names of files, the index for stock loaders, and that there are no other safetensors files."""
+    """Check file names and the index for built-in loaders, and that no other safetensors files exist."""
     known = {file.name for file in manifest.files}
     for name, next_name in pairwise(sorted(known, key=str.lower)):
         if name.lower() == next_name.lower():
@@ -542,7 +550,7 @@ def check_other_files(folder: Store, manifest: Manifest, tables: Mapping[int, Ra
     holder = max(manifest.holders)
     if manifest.whole is None and manifest.num_ranks > 1:
         yield from _with_error(HUB_INDEX_NAME, _check_refusal(folder, manifest))
-    elif holder in tables:  # It has whole tensors.
+    elif holder in tables:  # This holder has whole tensors.
         yield from _with_error(HUB_INDEX_NAME, _check_hub_index(folder, manifest, holder, tables[holder]))
 
 
@@ -552,7 +560,7 @@ def _read_hub_index(folder: Store) -> Fields:
 
 
 def _check_refusal(folder: Store, manifest: Manifest) -> Iterator[Difference]:
-    """Check that the index of a folder with slices only stops stock loaders."""
+    """Check that the index of a folder with only slices stops built-in loaders."""
     expected = missing_shard_name(manifest.num_ranks)
     if _read_hub_index(folder).object("weight_map").get(SLICES_ONLY) != expected:
         what = f"does not name {expected}, by which other loaders see that this has slices only"

@@ -1,8 +1,8 @@
-"""Compares the source of a conversion with the digests that are known of its files, while it is converted.
+"""Compares the source of a conversion with the known digests of its files, while it is converted.
 
 The conversion copies tensors in the order of the model, several at once; a SHA-256 needs a file from front to back. So
-each shard is read once more, by other threads, at the same time. What proves that both have read the same bytes: the
-digest of each tensor (XXH3-128) is taken in both, and compared in the end.
+other threads read each shard a second time, concurrently. To prove that both reads returned the same bytes, both take
+the XXH3-128 digest of each tensor; the digests are compared at the end.
 """
 
 from __future__ import annotations
@@ -25,10 +25,10 @@ _NUM_STREAMS = 4
 
 
 class SourceHashing:
-    """Hashes the shards of a source whose digests are known, by threads of its own, in a `with` block.
+    """Hashes the shards of a source that have known digests, in its own threads, in a `with` block.
 
-    No digest is known of a source that is not in a local folder, or of which only some ranks are converted: what a
-    conversion does not read is not read for a comparison either.
+    Nothing is hashed if the source is not in a local folder, or if only some ranks are converted: bytes that the
+    conversion does not read are not read for a comparison either.
     """
 
     def __init__(self, conversion: Conversion, threads: int) -> None:
@@ -39,7 +39,7 @@ class SourceHashing:
         self._thread: threading.Thread | None = None
         self._error: BaseException | None = None
         self._hashed: dict[int, str] | None = None
-        """XXH3-128 of each tensor of the shards that were hashed, by its position in the source; None: not yet."""
+        """XXH3-128 of each tensor of the hashed shards, by its position in the source; None: not yet hashed."""
 
     def __enter__(self) -> Self:
         if self._known:
@@ -60,13 +60,13 @@ class SourceHashing:
             raise self._error
 
     def finish(self, written: Mapping[int, TensorDigests]) -> tuple[FileDigest, ...]:
-        """Wait until all shards are hashed, and return the digests that they have; none if none were known.
+        """Wait until all shards are hashed, and return their digests; empty if none were known.
 
         Args:
             written: the digests of the tensors, as they were converted.
 
         Raises:
-            FormatError: a shard has another digest than the known one; or other bytes were hashed than converted.
+            FormatError: a shard differs from its known digest, or the hashed and the converted bytes differ.
         """
         if self._thread is None:
             return ()
@@ -88,7 +88,7 @@ class SourceHashing:
             self._error = error
 
     def _compare(self) -> dict[int, str]:
-        """Hash each shard, and compare it. FormatError: one has another digest."""
+        """Hash each shard, and raise FormatError if one differs from its known digest."""
         source = self._source
         tensors: dict[str, list[int]] = {file.name: [] for file in source.files}
         for t in sorted(range(len(source.tensors)), key=lambda t: source.tensors[t].extent):
@@ -108,7 +108,7 @@ class SourceHashing:
 
 
 def _known(conversion: Conversion) -> list[list[FileDigest]]:
-    """The digests that are known of shards, in a list for each that is to be taken."""
+    """Return the known digests of shards, in one list for each hash to compute."""
     source = conversion.source
     shards = [file.name for file in source.files]
     is_local = source.folder.path("") is not None and all(file.version is not None for file in source.files)

@@ -1,9 +1,9 @@
-"""A conversion as jobs for any number of processes and machines: each job converts a unit, in the end one commits.
+"""A conversion as jobs for any number of processes and machines: each job converts a unit, then one process commits.
 
-A job holds all that a process needs to know, and can be sent as JSON. It reads the source bytes of its unit once,
-writes the unit's files completely, and then its record. A job may be carried out any
-number of times, even at the same time: the files are the same. What a lost process leaves has no record. `commit_units`
-reads the records, and publishes the output when every unit has one. Nothing here knows what runs the jobs.
+A job is self-contained and can be sent as JSON. It reads the source bytes of its unit once, writes the unit's files
+completely, and then its record. A job may be carried out any number of times, even at the same time: the files are the
+same. The leftovers of a lost process have no record. `commit_units` reads the records, and publishes the output when
+every unit has one. This module is independent of the system that runs the jobs.
 """
 
 from __future__ import annotations
@@ -50,10 +50,10 @@ class UnitJob:
     """One unit of a conversion, to be converted by any process that reaches source and output."""
 
     source: str
-    """An absolute path, or a URL. Never with secrets: a process has its own."""
+    """An absolute path, or a URL. It contains no secrets: each process has its own."""
     output: str
     plan: Plan
-    """A process that carries out the job plans nothing, and needs nothing that found the plan."""
+    """The resolved plan: a process that carries out the job needs no planner."""
     options: ConversionOptions
     ranks: tuple[int, ...]
     """The ranks that are converted."""
@@ -62,19 +62,19 @@ class UnitJob:
     unit: int
     num_units: int
     source_nbytes: int
-    """Bytes that are read of the unit's source tensors."""
+    """Bytes of the unit's source tensors that are read."""
     force: bool = False
-    """Whether an existing output will be replaced."""
+    """True if an existing output will be replaced."""
 
     def as_json(self) -> dict[str, Any]:
-        """What `from_json` takes."""
+        """Return the job as a JSON object, for `from_json`."""
         plain = {field.name: getattr(self, field.name) for field in fields(self)}
         values = {"options": asdict(self.options), "fingerprint": asdict(self.fingerprint)}
         return {**plain, "plan": self.plan.as_json(), **values}
 
     @staticmethod
     def from_json(job: Mapping[str, Any]) -> UnitJob:
-        """The job of what `as_json` returned."""
+        """Return the job that `as_json` serialized."""
         parsed = {
             "plan": Plan.from_json(job["plan"]),
             "options": ConversionOptions(**job["options"]),
@@ -84,7 +84,7 @@ class UnitJob:
         return UnitJob(**{**job, **parsed})
 
     def planned(self) -> Conversion:
-        """The conversion: the layout is made again, from the source's headers and the plan."""
+        """Rebuild the conversion: its layout is computed again from the source's headers and the plan."""
         checkpoint, plan, options = read_source(find_input(self.source)), self.plan, self.options
         source_changed = FormatError("has changed since the job was made", path=self.source, code="mismatch")
         if len(checkpoint.tensors) != len(plan.cut_of):
@@ -108,22 +108,22 @@ class UnitJob:
 
 @dataclass(frozen=True, slots=True, repr=False)
 class UnitRecord(Result):
-    """How a process has converted a unit. What counts is the record that it has left beside the files."""
+    """The result of converting one unit. The authoritative record is the one stored next to the unit's files."""
 
     unit: int
     source_nbytes: int
     """Bytes of the unit's source tensors."""
     read_nbytes: int
-    """How many of these bytes were read now: none if the unit was done before."""
+    """Source bytes that were read by this call: 0 if the unit was done before."""
     seconds: float
     peak_nbytes: int
-    """The most memory that the process ever held (resident)."""
+    """Peak resident memory of the process, in bytes."""
 
 
 def unit_jobs(planned: Conversion, *, force: bool = False) -> list[UnitJob]:
     """Make a job of each unit of a conversion.
 
-    `max_part_nbytes` decides how many there are: each holds about so many bytes of every rank.
+    `max_part_nbytes` decides the number of jobs: each converts about that many bytes of every rank.
 
     Args:
         planned: by `relayout.plan_conversion`. Paths must mean the same on every machine.
@@ -161,7 +161,7 @@ def convert_unit(
     scratch: str | os.PathLike[str] | None = None,
     progress: Progress = None,
 ) -> UnitRecord:
-    """Convert one unit, unless that was done before, and leave its record. The output appears by `commit_units`.
+    """Convert one unit, unless it is done, and store its record. `commit_units` publishes the output.
 
     Args:
         force, threads, memory, scratch, progress: as for `convert`.
@@ -191,7 +191,7 @@ def convert_unit(
 
 @dataclass(frozen=True, slots=True, repr=False)
 class ConvertedUnits(Result):
-    """How a process has converted a share of the units."""
+    """The result of converting a share of the units in one process."""
 
     output: str
     num_units: int
@@ -200,11 +200,11 @@ class ConvertedUnits(Result):
 
 
 def convert_share(planned: Conversion, share: str, **options: Any) -> ConvertedUnits:
-    """Convert a share of the units, such as a task of an array of processes does.
+    """Convert a share of the units, such as one task of a job array.
 
     Args:
-        share: "K/N", K from 0: the units K, K + N, K + 2 N ... With N units, that is unit K; with fewer, there may be
-            nothing to do.
+        share: "K/N", K from 0: the units K, K + N, K + 2 N ... With N units, that is unit K; with fewer, the share may
+            be empty.
         options: as for `convert_unit`.
     """
     match = re.fullmatch(r"([0-9]{1,9})/([0-9]{1,9})", share)
@@ -216,7 +216,7 @@ def convert_share(planned: Conversion, share: str, **options: Any) -> ConvertedU
 
 
 def commit_jobs(jobs: list[UnitJob]) -> Summary:
-    """Publish the output of jobs that are all of one conversion; result as for `commit_units`."""
+    """Publish the output of jobs of one conversion; the result is that of `commit_units`."""
     return commit_units(jobs[0].planned(), force=jobs[0].force)
 
 
@@ -227,8 +227,8 @@ def commit_units(
 ) -> Summary:
     """Publish the output, if all units are done.
 
-    Reads the units' records, which prove that their files are as they were written, and writes what belongs beside
-    them, the manifest last. Deletes what lost processes and an interrupted commit have left of this conversion.
+    Reads the units' records, which prove that their files are unchanged. Writes the sidecar, the manifest last. Deletes
+    leftovers of this conversion from lost processes and interrupted commits.
 
     Args:
         force: as for `convert`.
@@ -257,7 +257,7 @@ def commit_units(
 
 
 def complete_parts(output: Output, conversion: Conversion, written: Written) -> None:
-    """Write what belongs beside the files that parts have added.
+    """Write the sidecar, such as tables and manifest, for the weight files that parts have added.
 
     Args:
         written: all tensors with bytes, and all files.
@@ -269,5 +269,5 @@ def complete_parts(output: Output, conversion: Conversion, written: Written) -> 
 
 
 def absolute(path: str | os.PathLike[str]) -> str:
-    """The path or URL for a process in another folder."""
+    """Return the path or URL in a form that is valid in another working directory."""
     return os.fspath(path) if scheme_of(path) else str(Path(path).absolute())

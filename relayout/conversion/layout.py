@@ -1,17 +1,17 @@
-"""The layout: in which file, and where in it, each slice of each rank is stored. Pure.
+"""The layout: for each slice of each rank, the file and the offset where it is stored. Pure.
 
-Neighboring tensors, in model order, are a unit: part P of every rank holds their slices, and nothing else. So a unit
-can be converted alone. The order of tensors within a unit is the same in all its files. The tensors of a table that is
-read by rows (`Plan.tables`) are a unit of their own, in the order of its rows: a rank's rows are then one run, from the
-data start of a file to its end.
+A unit is a group of neighboring tensors, in model order: part P of every rank holds exactly their slices. So a unit can
+be converted alone. The order of tensors within a unit is the same in all its files. The tensors of a table that is read
+by rows (`Plan.tables`) are a unit of their own, in the order of its rows: a rank's rows are then one run, from the data
+start of a file to its end.
 
-A holder is what has files: a rank, and in the `whole` layout, behind the ranks, one that holds every tensor whole. A
-rank then has only those slices in files of its own that are not contiguous in the whole tensors.
+A holder owns files: each rank is one, and the `whole` layout has, after the ranks, one more that holds every tensor
+whole. In that layout a rank's own files contain only the slices that are not contiguous in the whole tensors.
 
 Alignment comes from a padded header and from that order alone: falling order of the largest power of two that divides
-all slices of a tensor (up to the alignment). Every slice then starts at a multiple of its tensor's power: what is in
-front of it is a sum of multiples. So the tensors whose slices are all multiples of the alignment come first, in model
-order, all aligned; the rest is one packed tail, in which each slice is still aligned to its element type.
+all slices of a tensor (up to the alignment). Every slice then starts at a multiple of its tensor's power, because the
+lengths before it are such multiples. So the tensors with only slices that are multiples of the alignment come first, in
+model order, all aligned. The rest is one packed tail, in which each slice is still aligned to its element type.
 """
 
 from __future__ import annotations
@@ -60,18 +60,18 @@ DEFAULT_MAX_PART_NBYTES = 4 * 10**9
 """The default size of a part. An interruption costs at most one unit, a part of each rank; hubs write files of 5 GB."""
 
 MAX_PART_HEADER_NBYTES = 20 * 10**6
-"""A part ends before its header grows past this: the Hugging Face hub client refuses to parse 25 MB."""
+"""Limit of a part's header: the Hugging Face hub client refuses to parse headers of 25 MB."""
 
 _NOT_IN_DCP = {"F4", "F6_E2M3", "F6_E3M2", "F8_E8M0"}
-"""Dtypes that stop its reader (torch 2.13, by safetensors 0.8 `torch.py`, `_TYPES`)."""
+"""Dtypes that stop the reader of PyTorch DCP (torch 2.13, by safetensors 0.8 `torch.py`, `_TYPES`)."""
 
 _ANY_CONTENT = "0" * 32
-"""A text as long as the digest of a file's tensors, where only the length of the metadata is wanted."""
+"""Placeholder with the length of a file's `tensors_digest`, to compute the length of the metadata."""
 
 
 @dataclass(frozen=True, slots=True)
 class RankFile:
-    """One file: what a holder stores of a unit. Its position in the layout's files is its number."""
+    """One file: the slices of one unit that one holder stores. Its position in the layout's files is its number."""
 
     name: str
     holder: int
@@ -79,7 +79,7 @@ class RankFile:
     tensors: tuple[int, ...]
     """Positions in the source, in file order."""
     data_offsets: tuple[int, ...]
-    """Offset of each slice in the data section. Files of ranks that are alike share these two."""
+    """Offset of each slice in the data section. Ranks with equal slices share this tuple and `tensors`."""
     data_start: int
     nbytes: int
     """Length of the whole file."""
@@ -91,21 +91,20 @@ class RankFile:
 
     @property
     def num_chunks(self) -> int:
-        """How many chunks of it are hashed."""
+        """Number of the file's chunks that are hashed."""
         return num_chunks(self.data_start, self.nbytes, DIGESTED_NBYTES)
 
 
 @dataclass(frozen=True, slots=True)
 class Layout:
-    """The files of a conversion, and what lies in each."""
+    """The files of a conversion, and the tensors in each."""
 
     files: tuple[RankFile, ...]
-    """All files: unit after unit, and in each of them holder after holder."""
+    """All files, ordered by unit, then by holder."""
     holders: tuple[tuple[int, ...], ...]
     """The numbers of each holder's own files, part 0 first."""
     units: tuple[tuple[int, ...], ...]
-    """The tensors of each unit (positions in the source), in the order that they have in its files. Those of tables
-    are the last."""
+    """The tensors of each unit (positions in the source), in the order of its files. Units of tables are last."""
     files_of_unit: tuple[range, ...]
     """The numbers of each unit's files."""
 
@@ -120,11 +119,11 @@ class Layout:
         return sum(file.nbytes - file.data_start for file in self.files)
 
     def files_of(self, holder: int) -> list[RankFile]:
-        """The files of a holder."""
+        """Return the files of a holder."""
         return [self.files[index] for index in self.holders[holder]]
 
     def only(self, holders: Container[int]) -> Layout:
-        """The layout with the files of only these holders."""
+        """Return the layout with the files of only these holders."""
         files, files_of_unit = list[RankFile](), list[range]()
         for numbers in self.files_of_unit:
             first = len(files)
@@ -134,7 +133,7 @@ class Layout:
 
 
 def by_holder(files: Sequence[RankFile], num_holders: int) -> tuple[tuple[int, ...], ...]:
-    """The numbers of each holder's files."""
+    """Return the numbers of each holder's files."""
     numbers: list[list[int]] = [[] for _ in range(num_holders)]
     for number, file in enumerate(files):
         numbers[file.holder].append(number)
@@ -149,22 +148,24 @@ def check_planned(conversion: object) -> None:
 
 @dataclass(frozen=True, slots=True)
 class Conversion:
-    """A conversion that was planned: everything that is known before a byte moves.
+    """A planned conversion: everything that is known before a byte moves.
 
-    `relayout.preview` shows it, `relayout.carry_out` carries it out.
+    `relayout.preview` summarizes it, `relayout.carry_out` executes it.
     """
 
     output: Store
-    """The folder that it makes, or has made."""
+    """The folder to write, or that was written."""
     source: SourceCheckpoint
     plan: Plan
     cut: Sequence[CutTensor]
-    """Each tensor of the source as its holders have it: by rank as the plan cuts it, and whole. One object for those
-    that are alike."""
+    """Each source tensor with the slices of its holders: by rank as the plan cuts it, and whole.
+
+    Equal tensors share one object.
+    """
     layout: Layout
     options: ConversionOptions
     ranks: tuple[int, ...]
-    """The ranks that are converted, rising. The others hold nothing in `cut`, and have no files in `layout`."""
+    """The ranks that are converted, rising. Other ranks hold nothing in `cut`, and have no files in `layout`."""
 
     def __repr__(self) -> str:
         ranks = f"{self.plan.num_ranks} ranks"
@@ -216,7 +217,7 @@ class Conversion:
         return planned if ranks is None else planned.only(ranks)
 
     def only(self, ranks: str | Iterable[int]) -> Self:
-        """The part of this conversion that makes the files of these ranks, and of whole tensors.
+        """Return the part of this conversion for the files of these ranks, and of whole tensors.
 
         Raises:
             PlanError: there is no such rank.
@@ -230,14 +231,14 @@ class Conversion:
         return replace(self, cut=cut, layout=self.layout.only(holders), ranks=some)
 
     def named(self, names: Sequence[str]) -> Self:
-        """Convert to files of these names, one for each of the layout."""
+        """Return the conversion with these file names, one for each file of the layout."""
         if names == [file.name for file in self.layout.files]:
             return self
         files = tuple(replace(file, name=name) for file, name in zip(self.layout.files, names, strict=True))
         return replace(self, layout=replace(self.layout, files=files))
 
     def marked(self, mark: str) -> Self:
-        """Convert to files whose names carry a mark."""
+        """Return the conversion with file names that carry a mark."""
         return self.named([marked(file.name, mark) for file in self.layout.files])
 
     @property
@@ -253,35 +254,35 @@ class Conversion:
 
     @property
     def has_all(self) -> bool:
-        """Whether all ranks are converted."""
+        """True if all ranks are converted."""
         return len(self.ranks) == self.plan.num_ranks
 
     def extents_of(self, t: int) -> tuple[Extent, ...]:
-        """What is read of a source tensor, relative to its first byte: what the ranks need of it."""
+        """Return the extents of a source tensor that the ranks need and that are read, relative to its first byte."""
         nbytes = self.source.tensors[t].extent.nbytes
         if self.has_all:  # Plans leave nothing out.
             return (Extent(0, nbytes),) if nbytes else ()
         return self.cut[t].extents
 
     def reads_whole(self, t: int) -> bool:
-        """Whether all bytes of a source tensor are read: else its digest remains unknown."""
+        """Return True if all bytes of a source tensor are read; otherwise its digest remains unknown."""
         return (
             self.has_all or sum(extent.nbytes for extent in self.extents_of(t)) == self.source.tensors[t].extent.nbytes
         )
 
     def nbytes_of(self, tensors: Iterable[int] | None = None) -> int:
-        """Bytes that are read of these source tensors, or of all."""
+        """Return the bytes that are read of these source tensors, or of all."""
         wanted = range(len(self.source.tensors)) if tensors is None else tensors
         return sum(extent.nbytes for t in wanted for extent in self.extents_of(t))
 
     @property
     def has_whole(self) -> bool:
-        """Whether the last holder has whole tensors."""
+        """True if the last holder has whole tensors."""
         return self.options.layout == WHOLE_TENSORS
 
 
 def is_stored(tensor: CutTensor, holder: int, num_ranks: int) -> bool:
-    """Whether a holder has its slice of a tensor in a file of its own."""
+    """Return True if a holder has its slice of a tensor in a file of its own."""
     if holder == num_ranks:
         return True
     if len(tensor.cut.slices) == num_ranks:
@@ -299,7 +300,7 @@ def check_alignment(alignment: int) -> None:
 def cut_tensors(
     source: SourceCheckpoint, plan: Plan, layout: str, holders: Container[int] | None = None
 ) -> list[CutTensor]:
-    """Each tensor of the source as its holders, or only these, have it; one object for those that are alike."""
+    """Return each source tensor with the slices of its holders, or only of `holders`; equal ones share an object."""
     cuts = plan.cuts if layout == RANKS else [Cut((*cut.slices, WHOLE)) for cut in plan.cuts]
     if holders is not None:
         cuts = [cut.only(holders) for cut in cuts]
@@ -309,7 +310,7 @@ def cut_tensors(
 
 
 def not_for_dcp_because(source: SourceCheckpoint, plan: Plan, layout: str) -> str | None:
-    """Why headers do not get what PyTorch DCP needs to read the ranks as one model; None: they do."""
+    """Return why headers lack the metadata for PyTorch DCP to read the ranks as one model; None: they have it."""
     if plan.num_ranks == 1 or layout == WHOLE_TENSORS:
         return "tensors are stored whole, and PyTorch DCP reads them without it"
     if _NOT_IN_DCP.intersection(tensor.dtype for tensor in source.tensors):
@@ -323,10 +324,10 @@ def not_for_dcp_because(source: SourceCheckpoint, plan: Plan, layout: str) -> st
 def _units(
     source: SourceCheckpoint, tensors: Sequence[CutTensor], order: Sequence[int], num_ranks: int, max_part_nbytes: int
 ) -> Iterator[tuple[int, ...]]:
-    """Cut the model order into units whose files keep to both limits; a tensor too large for them is one by itself.
+    """Cut the model order into units with files within both limits; a tensor that exceeds them is a unit by itself.
 
     Args:
-        order: the positions of the tensors that are in units, in model order. Without any there is one unit of nothing.
+        order: the positions of the tensors that are in units, in model order. If empty, there is one empty unit.
     """
     num_holders = len(tensors[0].cut.slices) if tensors else num_ranks
     limits = np.array([*[min(max_part_nbytes, 2**62)] * num_holders, MAX_PART_HEADER_NBYTES])
@@ -351,7 +352,7 @@ def _units(
 def _files(
     unit: tuple[int, ...], tensors: Sequence[CutTensor], headers: HeaderBuilder, part: int, num_parts: int
 ) -> Iterator[RankFile]:
-    """The files of a unit: one of each holder, even if it stores nothing; but beside whole tensors none for nothing."""
+    """Yield the files of a unit: one per holder, even if empty; in the `whole` layout ranks have no empty files."""
     different = list(dict.fromkeys(tensors[t] for t in unit))
     known: dict[Hashable, tuple[tuple[int, ...], tuple[int, ...], int]] = {}
     num_ranks, has_whole = headers.options.num_ranks, headers.options.layout == WHOLE_TENSORS
@@ -377,26 +378,26 @@ def _files(
 def _order_key(tensor: CutTensor, alignment: int) -> tuple[int, ...]:
     """Sort key of a tensor in its unit; equal keys stay in model order.
 
-    Slices that memory cannot hold as they lie (not a multiple of 16 bytes) are grouped by size, so that a loader
-    spreads each group with one strided read.
+    Slices with a size that is not a multiple of 16 bytes cannot be used in memory at their file offsets. They are
+    grouped by size, so that a loader spreads each group with one strided read.
     """
     power = natural_alignment(gcd(*tensor.sizes), alignment)
     return (-power, *(-tensor.rank_nbytes(rank) for rank in range(len(tensor.cut.which)) if power < ARENA_ALIGNMENT))
 
 
 def _entry_nbytes(tensor: SourceTensor) -> int:
-    """Upper bound of what a tensor adds to a header: its entry, and DCP's, whose name is escaped twice."""
+    """Return an upper bound of a tensor's header bytes: its entry, and DCP's, in which the name is escaped twice."""
     name = json_text(json_text(tensor.name))
     return 2 * len(name.encode()) + 45 * len(tensor.shape) + 150
 
 
 def file_metadata(tensors_digest: str, source: Mapping[str, str], sharding_info: str | None) -> dict[str, str]:
-    """The entries of a file's `__metadata__`, in their order.
+    """Return the entries of a file's `__metadata__`, in their order.
 
     Args:
-        tensors_digest: of the tensors that it holds.
+        tensors_digest: of the tensors in the file.
         source: entries on which all shards agree.
-        sharding_info: what PyTorch DCP needs; None: nothing.
+        sharding_info: the slice offsets for PyTorch DCP; None: no DCP entries.
     """
     dcp = {} if sharding_info is None else {"DCP_SHARDING_INFO": sharding_info, "DCP_VERSION": "1.0"}
     reserved = {"relayout", "DCP_SHARDING_INFO", "DCP_VERSION"}
@@ -405,10 +406,10 @@ def file_metadata(tensors_digest: str, source: Mapping[str, str], sharding_info:
 
 
 class HeaderBuilder:
-    """Builds the header of each file once, when the digest of its tensors is known; says before how long it will be."""
+    """Builds each file's header once the digest of its tensors is known; computes the header's length before."""
 
     def __init__(self, source: SourceCheckpoint, tensors: Sequence[CutTensor], options: ConversionOptions) -> None:
-        """`tensors` are those of the source, as they are cut."""
+        """Take the cut `tensors` of the source."""
         self.options = options
         self._tensors = tensors
         self._names = [json_text(tensor.name) for tensor in source.tensors]
@@ -418,10 +419,10 @@ class HeaderBuilder:
         metadata = file_metadata(_ANY_CONTENT, source.metadata, "" if options.dcp else None)
         self._metadata_nbytes = len(join_header("", metadata, 1)) - LENGTH_NBYTES
         self._entries: dict[Hashable, str] = {}
-        """Entries that files of several ranks have in common."""
+        """Header entries that files of several ranks share."""
 
     def data_start(self, file: RankFile) -> int:
-        """How long the header of a file is: the sum of what `build` joins."""
+        """Return the length of a file's header in bytes: the sum of all texts that `build` joins."""
         bounds = [len(str(bound)) for bound in (*file.data_offsets, file.nbytes - file.data_start)]
         counts = Counter(self._tensors[t] for t in file.tensors)
         heads = sum(n * len(entry_head(one.dtype, one.rank_shape(file.holder))) for one, n in counts.items())
@@ -435,13 +436,13 @@ class HeaderBuilder:
         return data_start_after(nbytes, self.options.alignment)
 
     def build(self, file: RankFile, tensors_digest: str) -> bytes:
-        """The header bytes of a file."""
+        """Return the header bytes of a file."""
         sharding_info = self._sharding_info(file) if self.options.dcp else None
         metadata = file_metadata(tensors_digest, self._source_metadata, sharding_info)
         return join_header(self._entries_of(file), metadata, self.options.alignment)
 
     def tensors_digest(self, file: RankFile, digests: Mapping[int, Sequence[str]]) -> str:
-        """The digest of a file's tensors, from the digests of the distinct slices of its tensors, at least."""
+        """Return the digest of a file's tensors; `digests` must contain those of the distinct slices of its tensors."""
         holder, cut = file.holder, self._tensors
         different = {cut[t] for t in file.tensors}
         heads = {tensor: tensor_head(tensor.dtype, tensor.shape, tensor.cut.slices[holder]) for tensor in different}
@@ -469,10 +470,10 @@ class HeaderBuilder:
 
 
 def _dcp_start(tensor: CutTensor, holder: int) -> str:
-    """Where a holder's slice starts in the whole tensor, as PyTorch DCP wants it."""
+    """Return the start of a holder's slice in the whole tensor, as JSON for PyTorch DCP."""
     return json_text({"saved_offsets": tensor.cut.slices[holder].starts(len(tensor.shape))})
 
 
 def _in_string(text: str) -> int:
-    """How many bytes a text, which has no control characters, takes within a JSON string."""
+    """Return the UTF-8 bytes of a text inside a JSON string; the text has no control characters."""
     return len(text.encode()) + text.count('"') + text.count("\\")

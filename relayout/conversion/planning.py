@@ -1,6 +1,6 @@
-"""Plans conversions: which rank holds what, by rules or as an installed engine cuts, and where all of it will lie.
+"""Plans conversions: the slices of each rank, by rules or as an installed engine cuts, and their files and offsets.
 
-`preview` sums up what is planned, and `check_plan` lists the tensors for which a plan has no rule.
+`preview` sums up a planned conversion, and `check_plan` lists the tensors without a rule in a plan.
 """
 
 from __future__ import annotations
@@ -81,7 +81,7 @@ class PlanOptions:
             object.__setattr__(self, name, value)
 
     def lay_out(self, checkpoint: SourceCheckpoint, output: Store) -> Conversion:
-        """Find the plan of a checkpoint whose headers were read, and decide everything that a conversion of it does."""
+        """Find the plan of a checkpoint with known headers, and decide everything that a conversion of it does."""
         plan = find_plan(
             checkpoint,
             self.tp,
@@ -104,12 +104,12 @@ class PlanOptions:
 
 
 def _check_opened_by_transformers(planned: Conversion) -> None:
-    """Raise PlanError if config.json names weights that the output would not have: transformers could not open it.
+    """Raise PlanError if config.json names weights that the output lacks: transformers could not open it.
 
-    A folder that has slices only is not for transformers, so that the model itself may be named.
+    A folder with only slices is not for transformers, so its config.json may name the model's own file.
     """
     source, options = planned.source, planned.options
-    # Listed in any case: what cannot go along is an error before a byte is written.
+    # Listed in any case: side files that cannot be copied are an error before a byte is written.
     others = (HUB_INDEX_NAME, *source.side_files)
     named = source.config.get(WEIGHTS_OF_TRANSFORMERS)
     if not isinstance(named, str) or named in others:
@@ -132,16 +132,16 @@ def plan_conversion(
 
     Args:
         source: a checkpoint folder, a Hugging Face cache snapshot, or one .safetensors file.
-        output: the folder to make; default is `SOURCE-tpN` beside the source folder. A single file has no default: it
-            would lie in the folder of the source.
+        output: the folder to write; default is `SOURCE-tpN` next to the source folder. A single file has no default:
+            the output would lie in the folder of the source.
         options: as for `convert`.
 
     Returns:
-        What `preview` shows, `carry_out` carries out, and `is_carried_out` finds done.
+        The planned conversion, for `preview`, `carry_out` and `is_carried_out`.
 
     Raises:
         FormatError: the source is damaged.
-        PlanError: it cannot be converted like this.
+        PlanError: the source cannot be converted with these options.
 
     Example:
         >>> import relayout
@@ -169,7 +169,7 @@ def plan_conversion(
 
 
 def default_output(source: str | os.PathLike[str], tp: int) -> str | Path:
-    """`SOURCE-tpN` beside the source folder; for a snapshot in a Hugging Face cache, `REPOSITORY-tpN` right here."""
+    """Return `SOURCE-tpN` next to the source; for a snapshot of the hub, `REPOSITORY-tpN` in the working directory."""
     if scheme_of(source) is not None:
         return f"{os.fspath(source).rstrip('/')}-tp{tp}"
     source = Path(source)
@@ -179,7 +179,8 @@ def default_output(source: str | os.PathLike[str], tp: int) -> str | Path:
         raise PlanError(what, path=str(source), code="option")
     repository = named.absolute().parent.parent.name
     if named.absolute().parent.name == "snapshots" and repository.startswith("models--"):
-        # Not into the hub's cache, among revisions: into the working directory, by the repository's name.
+        # The output does not belong in the hub's cache among revisions: use the working directory and the repository's
+        # name.
         return Path(f"{repository.split('--')[-1]}-tp{tp}")
     return named.with_name(f"{named.name}-tp{tp}")
 
@@ -203,13 +204,13 @@ def find_plan(
     unmatched: Unmatched | None = None,
     trust_remote_code: bool = False,
 ) -> Plan:
-    """The plan of a checkpoint: a value, whoever has found it.
+    """Return the plan of a checkpoint, as a plain value for every kind of `plan`.
 
     Args:
         plan: a plan that was found for this checkpoint before; a plan file; "transformers", or a key of `ENGINES`;
             None: the built-in plan for the model type.
         expert_parallel, unmatched: as for `planner.plan_for`.
-        trust_remote_code: whether an observed engine may run Python files of the checkpoint.
+        trust_remote_code: True if an observed engine may run Python files of the checkpoint.
     """
     if isinstance(plan, Plan):
         if (plan.num_ranks, len(plan.cut_of)) != (num_ranks, len(checkpoint.tensors)):
@@ -218,7 +219,7 @@ def find_plan(
             raise PlanError(f"{what}, {expected}", path=str(checkpoint.root), code="no_plan")
         return plan
     if isinstance(plan, str) and plan in ENGINES:
-        if num_ranks == 1:  # Which holds everything: no reason to start an engine.
+        if num_ranks == 1:  # One rank holds everything: no engine needs to start.
             return plan_for(checkpoint, 1)
         observation = extensions.find("observe.observation")
         if observation is None:
@@ -236,14 +237,14 @@ def find_plan(
 
 @dataclass(frozen=True, slots=True)
 class PlannedGroup:
-    """Tensors whose names differ in numbers only, of one dtype and shape, cut alike."""
+    """Tensors with names that differ only in numbers, of one dtype and shape, all cut in the same way."""
 
     pattern: str
     count: int
     dtype: str
     shape: tuple[int, ...]
     cut: str
-    """How the tensors are cut, in words."""
+    """Description of the cut for users."""
     rank_shapes: tuple[tuple[int, ...], ...]
     """The different shapes that ranks hold, in rank order."""
     rank_nbytes: int
@@ -252,7 +253,7 @@ class PlannedGroup:
 
 @dataclass(frozen=True, slots=True, repr=False)
 class Preview(Result):
-    """A planned conversion."""
+    """Summary of a planned conversion."""
 
     source: str
     output: str
@@ -265,26 +266,26 @@ class Preview(Result):
     alignment: int
     num_tensors: int
     source_nbytes: int
-    """Bytes that are read of the source's tensors."""
+    """Bytes of the source's tensors that are read."""
     written_nbytes: int
     rank_nbytes: tuple[int, ...]
-    """Bytes of the tensors of each of these ranks."""
+    """Bytes of the tensors of each rank in `ranks`."""
     rank_tensors: tuple[int, ...]
-    """How many tensors each of them holds."""
+    """Number of tensors of each rank in `ranks`."""
     balance: float
-    """Bytes of the average rank over those of the largest: 1.0 where all hold as much."""
+    """Bytes of the average rank divided by those of the largest: 1.0 if all ranks hold the same number of bytes."""
     replicated_nbytes: int | None
     """Bytes stored more than once, counted once for each copy beyond the first; None: not all ranks are converted."""
     tail_nbytes: int
-    """Bytes, over all ranks, of tensors of which a slice's size is not a multiple of the alignment."""
+    """Bytes, over all ranks, of tensors with any slice size that is not a multiple of the alignment."""
     num_files: int
     num_units: int
-    """How many parts can be converted apart, see `--unit`."""
+    """Number of units, which can be converted separately, see `--unit`."""
     groups: tuple[PlannedGroup, ...]
     unmatched: tuple[str, ...]
     """Tensors that no rule of the plan names, and that every rank therefore holds whole."""
     unused: tuple[str, ...]
-    """Tensors that the engine does not take, from which the plan was observed."""
+    """Tensors that the engine does not load, if the plan was observed from an engine."""
     left_out: tuple[str, ...]
 
 
@@ -292,7 +293,7 @@ def preview(conversion: Conversion) -> Preview:
     """Sum up a planned conversion.
 
     Args:
-        conversion: what `plan_conversion` has planned.
+        conversion: the result of `plan_conversion`.
 
     Example:
         >>> import relayout
@@ -339,7 +340,7 @@ def preview(conversion: Conversion) -> Preview:
 
 
 def _tail_nbytes(tensor: CutTensor, alignment: int) -> int:
-    """Bytes, over all ranks, of a tensor that does not lie in the aligned front of its files."""
+    """Return the bytes, over all ranks, of a tensor outside the aligned front of its files; 0 for a tensor inside."""
     if not any(nbytes % alignment for nbytes in tensor.sizes):
         return 0
     return sum(nbytes * len(ranks) for nbytes, ranks in zip(tensor.sizes, tensor.cut.holders, strict=True))
@@ -371,34 +372,34 @@ def _cut_in_words(cut: Cut) -> str:
 
 @dataclass(frozen=True, slots=True)
 class KindWithoutRule:
-    """Tensors whose names differ only in numbers, and that no rule matches."""
+    """Tensors with names that differ only in numbers, and that no rule matches."""
 
     pattern: str
-    """What a rule must match: the name with `*` for numbers; of a quantized weight's scales, that of the weight."""
+    """The name that a rule must match, with `*` for numbers; for scales of a quantized weight, the weight's name."""
     count: int
     shape: tuple[int, ...]
-    """The shape of the first of them."""
+    """Shape of the first tensor."""
     example: str
-    """Name of the first of them."""
+    """Name of the first tensor."""
 
 
 @dataclass(frozen=True, slots=True, repr=False)
 class PlanCheck(Result):
-    """What `check_plan` found."""
+    """The result of `check_plan`."""
 
     path: str
     model_type: str | None
     plan: str | None
-    """Full name of the plan that was checked; None if there is none for this checkpoint."""
+    """Full name of the plan that was checked; None if this checkpoint has no plan."""
     num_tensors: int
     kinds: tuple[KindWithoutRule, ...]
-    """Tensors without a rule, by kind; all are, if there is no plan."""
+    """Tensors without a rule, by kind; without a plan, all tensors."""
     matching: tuple[str, ...]
-    """Names of built-in plans whose rules match every tensor, if the checked one's do not."""
+    """Names of built-in plans with rules for every tensor, if the checked plan lacks some."""
 
     @property
     def ok(self) -> bool:
-        """Whether every tensor has a rule."""
+        """True if every tensor has a rule."""
         return not self.kinds
 
 
@@ -417,7 +418,7 @@ def check_plan(path: str | os.PathLike[str], *, plan: str | os.PathLike[str] | N
     family = plan_for(checkpoint, 1, chosen).family
     kinds: dict[str, KindWithoutRule] = {}
     for tensor, wanted in without_rule(checkpoint, family):
-        # Characters that mean something in patterns cannot be written otherwise.
+        # Braces and # have a meaning in patterns and cannot be escaped.
         pattern = re.sub(r"[{}#]", "*", collapse_numbers(wanted))
         first = kinds.get(pattern, KindWithoutRule(pattern, 0, tensor.shape, tensor.name))
         kinds[pattern] = KindWithoutRule(pattern, first.count + 1, first.shape, first.example)

@@ -1,7 +1,8 @@
-"""What is done of a conversion: whether its output is there, and the notes of the units that are finished.
+"""Determines the finished part of a conversion: an existing output, and the notes of finished units.
 
-A unit is a part of the output (`publish.output`), which proves that its files are as they were written. The notes have
-the digests of its tensors and of the chunks of its files: they go to the index, and prove that the source is unchanged.
+A unit is a part of the output (`publish.output`), which proves that its files are unchanged. The notes contain the
+digests of its tensors and of the chunks of its files. They are copied to the index, and prove that the source is
+unchanged.
 """
 
 from __future__ import annotations
@@ -32,16 +33,16 @@ from relayout.storage.stores import Access, Kind
 
 @dataclass(frozen=True, slots=True)
 class Fingerprint:
-    """What two attempts must have in common for one to resume the other."""
+    """The values that two attempts must have in common for one to resume the other."""
 
     source: str
-    """`SourceIdentity.content`, or, of what one machine keeps for itself, `SourceIdentity.here`."""
+    """`SourceIdentity.content`, or, for data that only this machine keeps, `SourceIdentity.here`."""
     options: str
     """Digest of everything else that decides which bytes are written."""
 
 
 def dump_notes(fingerprint: Fingerprint, here: str, written: Written) -> bytes:
-    """The notes of a finished unit; `parse_notes` reads them.
+    """Return the notes of a finished unit; `parse_notes` reads them.
 
     Args:
         here: the identity of the source on this machine, `SourceIdentity.here`.
@@ -57,7 +58,7 @@ def dump_notes(fingerprint: Fingerprint, here: str, written: Written) -> bytes:
 
 
 def parse_notes(notes: bytes) -> tuple[Fingerprint, str, Written] | None:
-    """The inverse of `dump_notes`; None if these are no notes of this version."""
+    """Parse the result of `dump_notes`; return None if the bytes are not notes of this version."""
     try:
         value = json.loads(notes)
         tensors = {int(t): TensorDigests(source, tuple(slices)) for t, source, *slices in value["tensors"]}
@@ -73,7 +74,7 @@ _RUN = 64
 
 
 def fingerprint_of(conversion: Conversion, source: str) -> Fingerprint:
-    """The fingerprint of a conversion.
+    """Return the fingerprint of a conversion.
 
     Args:
         source: see `Fingerprint.source`.
@@ -85,15 +86,15 @@ def fingerprint_of(conversion: Conversion, source: str) -> Fingerprint:
 
 
 def check_unchanged(conversion: Conversion, before: SourceIdentity) -> None:
-    """Raise FormatError unless the source is still what it was before it was read; for the proof see `is_unchanged`."""
+    """Raise FormatError unless the source is unchanged since its identity was taken (see `is_unchanged`)."""
     if not is_unchanged(conversion.source, before):
         raise FormatError("has changed while it was read", path=str(conversion.source.root), code="mismatch")
 
 
 def changed_shards(conversion: Conversion, noted: Written, threads: int) -> list[str]:
-    """The files of the source that no longer have the noted digests: of each, one noted tensor is read again.
+    """Return the source files that no longer have the noted digests: one noted tensor of each file is read again.
 
-    That is the largest one up to 64 MiB, or the smallest one.
+    The chosen tensor is the largest one up to 64 MiB, or else the smallest.
     """
     source = conversion.source
     again: dict[int, int] = {}
@@ -105,14 +106,14 @@ def changed_shards(conversion: Conversion, noted: Written, threads: int) -> list
 
 
 def is_unchanged_since(conversion: Conversion, noted: Written, threads: int) -> bool:
-    """Whether the source still has the digests of all noted tensors, which are read again. False if one is unknown."""
+    """Return True if the source, read again, has the digests of all noted tensors; False if one is unknown."""
     if any(digests.source is None for digests in noted.tensors.values()):
         return False
     return not _changed_tensors(conversion, noted, noted.tensors, threads)
 
 
 def _changed_tensors(conversion: Conversion, noted: Written, again: Iterable[int], threads: int) -> list[int]:
-    """The tensors among `again` whose bytes in the source no longer have the noted digest."""
+    """Return the tensors in `again` with source bytes that no longer have the noted digest."""
     source = conversion.source
     of_files: dict[int, list[int]] = {}
     for t in sorted(again, key=lambda t: source.tensors[t].extent):
@@ -136,12 +137,13 @@ def _changed_tensors(conversion: Conversion, noted: Written, again: Iterable[int
 
 
 def differences_from_conversion(conversion: Conversion, threads: int) -> list[str] | None:
-    """How the output differs from what this conversion would make; None: it is not there, or damaged.
+    """Return the differences between the output and this conversion; None: the output does not exist, or is damaged.
 
-    If there are no differences, this proves that: all its files are there (`check_intact`); its record is the one that
-    this source, plan and options have, with the names, lengths and headers of shards, the index, and the digests of
-    side files; of each shard a whole tensor has the digest that is recorded; and of each slice, the first, middle and
-    last bytes are those of the source. Of very many slices, or from a server, not all are compared.
+    An empty list proves all of the following. All files of the output exist (`check_intact`). Its record is the one of
+    this source, plan and options, with the names, lengths and headers of shards, the index, and the digests of side
+    files. In each shard one whole tensor has the recorded digest. The first, middle and last bytes of each slice equal
+    those of the source. If there are very many slices, or a server is involved, only a sample of the slices is
+    compared.
     """
     output, source = conversion.output, conversion.source
     if output.kind() is not Kind.FOLDER:
@@ -151,11 +153,11 @@ def differences_from_conversion(conversion: Conversion, threads: int) -> list[st
         check_intact(output)
         manifest = read_manifest(output)
         record, digests = read_record(output, manifest), read_source_digests(output, manifest)
-    except FormatError:  # Whoever is to replace it says so, see `describe_output`.
+    except FormatError:  # If the output is to be replaced, `describe_output` raises the error.
         return None
     if others := _other_fields(conversion, manifest, record) or find_other_files(output, sides):
         return others
-    # By what the source was verified is not part of what was converted.
+    # The digests that verified the source are not part of the converted content.
     if dump_record(replace(record, verified=())) != dump_record(source_record(conversion, sides)):
         return [f"{output.location(SOURCE_RECORD_NAME)}: differs from the record of this conversion"]
     files = [(file.nbytes, file.data_start) for file in conversion.layout.files]
@@ -169,12 +171,12 @@ def differences_from_conversion(conversion: Conversion, threads: int) -> list[st
 
 
 def other_option(name: str, found: object, expected: object) -> str:
-    """How an output differs from a wanted one in a field of the manifest, for a person."""
+    """Return a message about one manifest field that differs between an output and the requested one."""
     return f"{'TP' if name == 'num_ranks' else name} is {shown(found)}, expected {shown(expected)}"
 
 
 def _other_fields(conversion: Conversion, manifest: Manifest, record: SourceRecord) -> list[str]:
-    """The options and shards of a record that differ from those of a conversion, each by its name."""
+    """Return the options and shards of a record that differ from those of a conversion, each by its name."""
     source, options = conversion.source, asdict(conversion.options)
     differences = [
         other_option(name, found, options[name])
@@ -196,7 +198,7 @@ def _other_fields(conversion: Conversion, manifest: Manifest, record: SourceReco
 
 
 def _other_samples(conversion: Conversion, threads: int) -> list[str]:
-    """The tensors of which samples in the output are not what the source has in their places."""
+    """Return messages about tensors with samples in the output that differ from the source."""
     source, output = conversion.source, conversion.output
     samples = [sample for index in range(len(conversion.layout.files)) for sample in _samples(conversion, index)]
     samples = samples[:: -(-len(samples) // max_samples(source.folder, output)) or 1]
@@ -218,7 +220,7 @@ def _other_samples(conversion: Conversion, threads: int) -> list[str]:
 
 
 def _samples(conversion: Conversion, index: int) -> Iterator[tuple[int, int, Transfer]]:
-    """The first, middle and last bytes of each slice in a file: tensor, file, and whence in the tensor they came."""
+    """Yield the first, middle and last bytes of each slice in a file: tensor, file, and offsets in tensor and file."""
     file = conversion.layout.files[index]
     for t, offset in zip(file.tensors, file.offsets, strict=True):
         transfers = conversion.cut[t].rank_transfers(file.holder)
@@ -231,6 +233,6 @@ def _samples(conversion: Conversion, index: int) -> Iterator[tuple[int, int, Tra
 
 
 def _rank_of(tensors: Sequence[SourceTensor], t: int) -> int:
-    """A tensor's place among those that may be read again."""
+    """Return a sort key: the tensor with the lowest key is read again."""
     nbytes = tensors[t].extent.nbytes if 0 <= t < len(tensors) else 0
     return nbytes if nbytes > _AGAIN_NBYTES else -nbytes

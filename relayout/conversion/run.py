@@ -1,4 +1,4 @@
-"""Carries out a conversion that was planned, unit by unit: each is a part of the output."""
+"""Carries out a planned conversion, unit by unit: each is a part of the output."""
 
 from __future__ import annotations
 
@@ -43,19 +43,18 @@ DEFAULT_THREADS = 8
 """Threads that read, copy, hash and write."""
 
 DEFAULT_MEMORY = 2 * DEFAULT_THREADS * CHUNK_NBYTES
-"""Bytes for copying: each thread holds what it has read, and what it puts together of it."""
+"""Bytes for copying: each thread holds the source bytes it read, and the bytes to write that it assembles from them."""
 
 _MIN_CHUNK_NBYTES = 2**20
 _SHARE_OF_AVAILABLE = 0.75
-"""The share that buffers take of the memory that the system could give; the rest is for what is not counted, such as
-headers and digests."""
+"""Share of the available memory for buffers; the rest is for uncounted memory, such as headers and digests."""
 
 _SIDECAR_NBYTES_PER_TENSOR = 300
 
 
 @dataclass(frozen=True, slots=True, repr=False)
 class Summary(Result):
-    """What a conversion did."""
+    """The result of a conversion."""
 
     output: str
     num_ranks: int
@@ -66,31 +65,30 @@ class Summary(Result):
     num_files: int
     """Rank files written."""
     source_nbytes: int
-    """Bytes that were to be read of the source's tensors."""
+    """Bytes of the source's tensors that a full run reads, including those of resumed units."""
     written_nbytes: int
     """Bytes of all rank files."""
     rank_nbytes: tuple[int, ...]
-    """Bytes of the tensors of each of these ranks."""
+    """Bytes of the tensors of each rank in `ranks`."""
     replicated_nbytes: int | None
-    """Bytes that are stored more than once, counted once for each copy beyond the first; None: not all ranks were
-    converted."""
+    """Bytes stored more than once, counted once for each copy beyond the first; None: not all ranks were converted."""
     resumed_nbytes: int
-    """Source bytes of the units that an interrupted conversion had finished: these were not made again."""
+    """Source bytes of units that an interrupted conversion had finished and that were reused."""
     seconds: float
     peak_nbytes: int
-    """The most memory that the process ever held (resident)."""
+    """Peak resident memory of the process, in bytes."""
     left_out: tuple[str, ...]
     """Files of the source that were not copied, and why."""
     unmatched: tuple[str, ...]
     """Tensors that no rule of the plan names, and that every rank therefore holds whole."""
     unused: tuple[str, ...]
-    """Tensors that the engine does not take, from which the plan was observed."""
+    """Tensors that the engine does not load, if the plan was observed from an engine."""
     is_private: bool
-    """Whether only its owner can read the local output, as it is with a shard of the source."""
+    """True if only its owner can read the local output, because a shard of the source has such permissions."""
     verified: tuple[FileDigest, ...] = ()
     """The digests with which whole shards of the source were compared; empty: none were known."""
     num_shards: int = 0
-    """Files of the source's tensors."""
+    """Number of files with the source's tensors."""
 
 
 def carry_out(
@@ -107,10 +105,10 @@ def carry_out(
     """Carry out a conversion that `plan_conversion` has planned; result and errors as for `convert`.
 
     Args:
-        conversion: what to do. Any number of threads may share it.
+        conversion: the planned conversion. Any number of threads may share it.
         force, threads, memory, scratch, progress: as for `convert`.
-        resumable: whether finished work is kept if it fails.
-        destination: where the output is published. Default: at the place that was planned.
+        resumable: True if finished work is kept when the conversion fails.
+        destination: where the output is published. Default: the planned location.
 
     Example:
         >>> import relayout
@@ -146,10 +144,10 @@ def work_of(
     scratch: str | os.PathLike[str] | None = None,
     is_resumable: bool = True,
 ) -> Work:
-    """What a conversion is to its output.
+    """Return the description of a conversion for its output.
 
     Args:
-        fingerprint: of the source's content, which all machines find.
+        fingerprint: of the source's content, equal on all machines.
     """
     return Work(
         what=f"a conversion of {conversion.source.root} at TP {conversion.plan.num_ranks}",
@@ -165,12 +163,12 @@ def work_of(
 def is_carried_out(
     conversion: Conversion, *, threads: int = DEFAULT_THREADS, memory: int | str = DEFAULT_MEMORY
 ) -> bool:
-    """Whether the output of a conversion is there, complete, of this source and these options.
+    """Return True if the output of a conversion exists, is complete, and is of this source and these options.
 
     Headers, small files and samples of all tensors are compared, not every byte: `verify` does that.
 
     Args:
-        conversion: what `plan_conversion` has planned.
+        conversion: the result of `plan_conversion`.
         threads, memory: as for `convert`.
 
     Raises:
@@ -187,7 +185,7 @@ def is_carried_out(
 
 
 def differences(conversion: Conversion, *, threads: int, memory: int | str) -> list[str] | None:
-    """How the output differs from what a conversion makes, see `differences_from_conversion`."""
+    """Return the differences between the output and a conversion, see `differences_from_conversion`."""
     return differences_from_conversion(conversion, num_readers_of(*share_memory(threads, memory, conversion.output)))
 
 
@@ -216,22 +214,22 @@ def summary_of(conversion: Conversion, work: Work, resumed_nbytes: int, seconds:
 
 
 class FileSink:
-    """Writes to the files of a layout, of which only some are open at a time, and hashes their chunks.
+    """Writes to the files of a layout, with a limited number open at a time, and hashes their chunks.
 
-    Each file is written from front to back, except for writes that are under way at the same time.
+    Each file is written from front to back, except for concurrent writes.
     """
 
     def __init__(self, output: Output, conversion: Conversion, hashed: Iterable[int], stop: Stop) -> None:
-        """Files that are there already must have their full length; `hashed` are those whose chunks are hashed."""
+        """Files that already exist must have their full length; the chunks of the files in `hashed` are hashed."""
         self._output = output
         self._layout = conversion.layout
         self._files = OpenFiles(self._open_file, num_descriptors=2)
         self._ordered = OrderedDigests(stop, new_proof)
         self._chunks = {index: [b""] * self._layout.files[index].num_chunks for index in hashed}
-        """For each file the digests of its chunks, empty if they are not known."""
+        """The digests of the chunks of each file; empty bytes for those not yet known."""
 
     def put(self, target: Target, view: memoryview, address: int) -> None:
-        """Write the bytes for one place. Their memory, at `address` modulo a block, is reused after the call."""
+        """Write the bytes for one target. Their memory, at `address` modulo a block, is reused after the call."""
         with self._files.use(target.file) as file:
             file.write(target.offset, view, address)
         if target.file in self._chunks:
@@ -246,7 +244,7 @@ class FileSink:
                 self._chunks[target.file][index] = bytes.fromhex(digest)
 
     def chunks(self) -> dict[int, bytes]:
-        """The digests of the chunks of each file that is complete."""
+        """Return the digests of the chunks of each file that is complete."""
         return {index: b"".join(digests) for index, digests in self._chunks.items() if all(digests)}
 
     def _open_file(self, index: int) -> WritableFile:
@@ -254,7 +252,7 @@ class FileSink:
         return self._output.write(file.name, file.nbytes)
 
     def close(self) -> None:
-        """Return when all that was put is on the drive, and close what is open."""
+        """Flush everything that was put to the drive, and close all files."""
         self._files.close()
 
 
@@ -267,13 +265,13 @@ def run_unit(
     on_progress: Callable[[int], None] | None = None,
     deliver: Callable[[Iterator[Step]], Iterator[Step]] = lambda steps: steps,
 ) -> Written:
-    """Write the data sections of a unit's files, and return the digests of what was written.
+    """Write the data sections of a unit's files, and return the digests of the written tensors and chunks.
 
-    Nothing of other units is read or written. When it returns, all is on the drive.
+    Bytes of other units are neither read nor written. When the call returns, all data is on the drive.
 
     Args:
-        output: where the files go. Those that are there already must have their full length.
-        deliver: makes each step possible, before it is carried out.
+        output: receives the files. Files that already exist must have their full length.
+        deliver: makes the input of each step available before the step is carried out.
     """
     stop = Stop()
     sink = FileSink(output, plan.conversion, plan.conversion.layout.files_of_unit[unit], stop)
@@ -292,12 +290,12 @@ def run_unit(
 
 
 def share_memory(threads: int, memory: int | str, output: Store | None = None) -> tuple[int, int]:
-    """Share memory for copying among threads: at most `memory`, or three quarters of what the system could give.
+    """Share memory for copying among threads: at most `memory`, or three quarters of the available system memory.
 
-    A third is for what is sent meanwhile, if the output is in a remote store.
+    If the output is in a remote store, a third is reserved for uploads in flight.
 
     Returns:
-        The number of threads, `threads` at most, and how many source bytes each copies at once.
+        The number of threads, `threads` at most, and the number of source bytes that each copies at once.
     """
     threads, memory = at_least_one(threads, "threads"), size(memory, "memory")
     num_copies = 3 if output is not None and output.cost.is_remote else 2
@@ -311,7 +309,7 @@ def share_memory(threads: int, memory: int | str, output: Store | None = None) -
 
 @dataclass(slots=True)
 class _Making:
-    """One process makes all files of a conversion."""
+    """State of one process that writes all files of a conversion."""
 
     conversion: Conversion
     output: Output
@@ -319,7 +317,7 @@ class _Making:
     threads: int
     chunk_nbytes: int
     what: str
-    """What is done, for the bar of progress."""
+    """The activity, for the progress bar."""
     progress: Progress
     headers: HeaderWriter = field(init=False)
     tensors: dict[int, TensorDigests] = field(default_factory=dict)
@@ -331,11 +329,11 @@ class _Making:
 
     @property
     def written(self) -> Written:
-        """All tensors and files, in the end."""
+        """All tensors and files; complete at the end."""
         return Written(self.tensors, self.chunks)
 
     def make_units(self, fingerprint: Fingerprint, check: Callable[[], None]) -> None:
-        """Make each unit as a part of the output, but for those that are finished; before each, call `check`."""
+        """Write each unfinished unit as a part of the output; call `check` before each unit."""
         conversion = self.conversion
         units = conversion.layout.units
         kept = self._kept(fingerprint)
@@ -366,7 +364,7 @@ class _Making:
                 self.chunks |= done.chunks
 
     def _kept(self, fingerprint: Fingerprint) -> dict[int, Written]:
-        """The units that are finished; none if the source is not proven to be the one that they were made of."""
+        """Return the finished units; none unless the source is proven to be the one that they were converted from."""
         conversion, units = self.conversion, self.conversion.layout.units
         found = {
             unit: done
@@ -412,7 +410,7 @@ def make_unit(
 def read_unit(
     output: Output, conversion: Conversion, fingerprint: Fingerprint, unit: int
 ) -> tuple[str, Written] | None:
-    """What is written of a unit, and where: `SourceIdentity.here`. None: it is not finished."""
+    """Return the `SourceIdentity.here` and the digests in a unit's notes; None if the unit is not finished."""
     kept = output.kept(part_name(unit))
     notes = None if kept is None else parse_notes(kept)
     if notes is None or notes[0] != fingerprint:
@@ -425,12 +423,12 @@ def read_unit(
 
 
 def part_name(unit: int) -> str:
-    """The name of a unit as a part of an output."""
+    """Return the name of a unit as a part of an output."""
     return f"unit-{unit}"
 
 
 def merged(written: Iterable[Written]) -> Written:
-    """All of these together."""
+    """Return the union of all tensors and files."""
     tensors, chunks = dict[int, TensorDigests](), dict[int, bytes]()
     for one in written:
         tensors |= one.tensors
@@ -439,12 +437,12 @@ def merged(written: Iterable[Written]) -> Written:
 
 
 def num_readers_of(threads: int, chunk_nbytes: int) -> int:
-    """How many of the threads may read files again: that takes memory of another size."""
+    """Return the number of threads that may read files again: rereading needs buffers of another size than copying."""
     return max(1, min(threads, 2 * threads * chunk_nbytes // REHASH_NBYTES))
 
 
 def needed_for(conversion: Conversion, units: Iterable[int] | None = None) -> tuple[int, int]:
-    """About how many bytes an output takes with the files of these units, and those of the largest of them."""
+    """Return about how many bytes an output with these units takes, and the bytes of the largest unit."""
     layout, source = conversion.layout, conversion.source
     chosen = range(len(layout.units)) if units is None else units
     sizes = [sum(layout.files[index].nbytes for index in layout.files_of_unit[unit]) for unit in chosen]

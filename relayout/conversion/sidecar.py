@@ -1,6 +1,7 @@
-"""Writes what a folder has beside the tensors' bytes: side files, source record, headers, rank tables, manifest.
+"""Writes the sidecar, all files and bytes besides tensors: side files, source record, headers, rank tables, manifest.
 
-`stored_conversion` reads them again: it is the conversion that a folder describes, and `recorded_source` its source.
+`stored_conversion` is the inverse: it returns the conversion that a folder describes; `recorded_source` returns its
+source.
 """
 
 from __future__ import annotations
@@ -74,7 +75,7 @@ from relayout.storage.stores import Access, FileStat, Modes, Store, unversioned
 
 
 class HeaderWriter:
-    """Completes files by their headers, unit by unit."""
+    """Completes files by writing their headers, unit by unit."""
 
     def __init__(self, output: Output, conversion: Conversion) -> None:
         self._output = output
@@ -83,12 +84,12 @@ class HeaderWriter:
         self._files: dict[int, IndexedFile] = {}
 
     def write(self, unit: int, written: Written) -> None:
-        """Complete the files of a unit, of which all tensors and files are written, and maybe others."""
+        """Write the headers of a unit's files; `written` must have all tensors and files of the unit."""
         for file, header in self.headers(unit, written):
             self._output.head(file.name, header, file.nbytes)
 
     def headers(self, unit: int, written: Written) -> Iterator[tuple[RankFile, bytes]]:
-        """Yield each file of a unit and its header, and count it as complete."""
+        """Yield each file of a unit and its header, and count the file as complete."""
         layout = self._conversion.layout
         digests = {t: _digests_of(self._conversion, t, written.tensors).slices for t in layout.units[unit]}
         for index in layout.files_of_unit[unit]:
@@ -103,7 +104,7 @@ class HeaderWriter:
 
     @property
     def files(self) -> tuple[IndexedFile, ...]:
-        """All files, when those of every unit are complete."""
+        """All files; available once those of every unit are complete."""
         return tuple(self._files[index] for index in range(len(self._conversion.layout.files)))
 
 
@@ -163,9 +164,9 @@ def write_sidecar(
 
 
 def digests_of_all(conversion: Conversion, written: Mapping[int, TensorDigests]) -> list[TensorDigests]:
-    """The digests of each tensor, also of those of which nothing is read.
+    """Return the digests of each tensor, including tensors without any bytes to read.
 
-    These are in no step, so that `written` does not have them.
+    Tensors without bytes to read are in no step, so `written` lacks them.
     """
     return [_digests_of(conversion, t, written) for t in range(len(conversion.source.tensors))]
 
@@ -180,7 +181,7 @@ def _digests_of(conversion: Conversion, t: int, written: Mapping[int, TensorDige
 
 
 def other_names(conversion: Conversion) -> list[str]:
-    """Names of all files of an output but those with tensors."""
+    """Return the names of all files of an output except those with tensors."""
     holders = [*conversion.ranks, *([conversion.plan.num_ranks] if conversion.has_whole else [])]
     tables = [_table_name(conversion, holder) for holder in holders]
     fixed = [SOURCE_RECORD_NAME, CHUNKS_NAME, DIGESTS_NAME, HUB_INDEX_NAME, MANIFEST_NAME]
@@ -193,7 +194,7 @@ def _table_name(conversion: Conversion, holder: int) -> str:
 
 @dataclass(frozen=True, slots=True)
 class _Row:
-    """One tensor of a holder, and where it has it."""
+    """One tensor of a holder, and its location."""
 
     tensor: int
     file: int
@@ -201,11 +202,11 @@ class _Row:
     offset: int
     """Absolute file offset of its first byte."""
     reads: tuple[Read, ...]
-    """Their targets are relative to its first byte."""
+    """The reads of the slice; their targets are relative to its first byte."""
 
 
 def _holder(conversion: Conversion, holder: int, digests: Sequence[TensorDigests]) -> tuple[RankEntry, bytes, bytes]:
-    """What the manifest says of a rank, or of the whole tensors, its table, and the digests of its tensors."""
+    """Return a holder's manifest entry, its table, and the packed digests of its tensors."""
     layout, cut, num_ranks = conversion.layout, conversion.cut, conversion.plan.num_ranks
     if conversion.has_whole and holder < num_ranks:
         numbers, rows = _rows_beside_whole(conversion, holder)
@@ -238,7 +239,7 @@ def _holder(conversion: Conversion, holder: int, digests: Sequence[TensorDigests
 
 
 def _rows_beside_whole(conversion: Conversion, rank: int) -> tuple[tuple[int, ...], list[_Row]]:
-    """The numbers of the files that a rank reads, and its tensors: in its own files, or parts of whole ones."""
+    """Return the numbers of the files that a rank reads, and its tensors, in its own files or in whole tensors."""
     layout, cut, num_ranks = conversion.layout, conversion.cut, conversion.plan.num_ranks
     own = layout.holders[rank]
     indices: list[int] = []
@@ -285,7 +286,7 @@ def _table(
 
 
 def source_record(conversion: Conversion, side_files: Sequence[SideFile]) -> SourceRecord:
-    """The record of a conversion, of which the side files are known."""
+    """Return the source record of a conversion with these side files."""
     source = conversion.source
     tensors, family = source.tensors, conversion.plan.family
     return SourceRecord(
@@ -305,14 +306,14 @@ def source_record(conversion: Conversion, side_files: Sequence[SideFile]) -> Sou
 
 
 def _hub_index(conversion: Conversion) -> bytes:
-    """The index.json that lets stock loaders read the whole tensors.
+    """Return the index.json with which built-in loaders read the whole tensors.
 
-    Where there are slices only, it names a file that is not there, so that loaders which go by it stop, and do not take
-    slices for tensors.
+    If the folder has only slices, the index names a file that does not exist: loaders that use the index stop, and do
+    not mistake slices for tensors.
     """
     source, num_ranks = conversion.source, conversion.plan.num_ranks
     is_whole = num_ranks == 1 or conversion.has_whole
-    holders = [-1] if is_whole else reversed(conversion.ranks)  # Of the first that has a tensor, in the end.
+    holders = [-1] if is_whole else reversed(conversion.ranks)  # The lowest rank wins.
     files = [file for holder in holders for file in conversion.layout.files_of(holder)]
     weight_map = {source.tensors[t].name: file.name for file in files for t in file.tensors}
     refusal = missing_shard_name(num_ranks)
@@ -325,12 +326,12 @@ def _hub_index(conversion: Conversion) -> bytes:
 
 
 def recorded_source(folder: Store, record: SourceRecord, *, is_whole: bool = True) -> SourceCheckpoint:
-    """The source checkpoint that a record describes; its files need not exist.
+    """Return the source checkpoint that a record describes; its files need not exist.
 
     Args:
         folder: the converted folder.
         record: its source record.
-        is_whole: whether all tensors of the shards must have been converted.
+        is_whole: True if all tensors of the shards must have been converted.
     """
     metadata = []
     files = []
@@ -368,7 +369,7 @@ def stored_conversion(
     record: SourceRecord,
     source: SourceCheckpoint,
 ) -> Conversion:
-    """The conversion that the sidecar describes.
+    """Return the conversion that the sidecar describes.
 
     Args:
         tables: of each holder that the folder has.
@@ -402,7 +403,7 @@ def stored_conversion(
     for file, holder, offsets in zip(manifest.files, owner, stored, strict=True):
         data_offsets = tuple(offset - file.data_start for offset in offsets.values())
         files.append(RankFile(file.name, holder, tuple(offsets), data_offsets, file.data_start, file.nbytes))
-    # Not every writer has units: all files are one, in their order.
+    # Some writers have no units: treat all files, in their order, as one unit.
     order = tuple(dict.fromkeys(t for offsets in stored for t in offsets))
     holders = by_holder(files, plan.num_ranks + (options.layout == WHOLE_TENSORS))
     layout = Layout(tuple(files), holders, (order,), (range(len(files)),))
@@ -410,7 +411,7 @@ def stored_conversion(
 
 
 def as_one_rank(manifest: Manifest, record: SourceRecord) -> tuple[Manifest, SourceRecord]:
-    """A folder with whole tensors as the conversion for one rank that these are; others as they are."""
+    """Return the whole tensors of a folder as a conversion for one rank; return other folders unchanged."""
     if manifest.whole is None:
         return manifest, record
     options = replace(record.options, num_ranks=1, layout=RANKS)
@@ -419,7 +420,7 @@ def as_one_rank(manifest: Manifest, record: SourceRecord) -> tuple[Manifest, Sou
 
 
 def rows_of_files(table: RankTable, num_files: int) -> list[list[int]]:
-    """The rows of the table that are about each file of the rank, in order."""
+    """Return the table rows of each file of the rank, in order."""
     rows: list[list[int]] = [[] for _ in range(num_files)]
     for row, number in enumerate(table.files):
         rows[number].append(row)
@@ -434,11 +435,11 @@ def put_index(
     record: SourceRecord,
     chunk_digests: Iterable[bytes],
 ) -> None:
-    """Copy all but weight files and the manifest, as the manifest proves it.
+    """Copy all but weight files and the manifest, verified against the manifest's digests.
 
     Args:
         manifest: of the source.
-        kept: of the output: of all its ranks, or of some.
+        kept: of the output, with all ranks or some.
     """
     for name, proof in digests_of_small(kept).items():
         output.put(name, [read_small(source, name, proof)])
@@ -449,9 +450,9 @@ def put_index(
 
 
 def modes_of(folders: Iterable[Store], files: Collection[str], *, with_folders: bool = True) -> Modes:
-    """What all of the files grant, and the folders, to others than the owner, who may always read and write.
+    """Return the permissions that all files and folders grant to group and others; the owner may always read and write.
 
-    Files that are missing are ignored: whoever reads them complains.
+    Missing files are ignored: a later read raises the error.
     """
     folder_mode, file_mode = Modes().folder, Modes().file
     for folder in folders:
@@ -465,7 +466,7 @@ def modes_of(folders: Iterable[Store], files: Collection[str], *, with_folders: 
 
 
 def output_modes(source: SourceCheckpoint) -> Modes:
-    """What an output grants: at most what its source does."""
+    """Return the permissions of an output: at most those of its source."""
     return modes_of([source.folder], [file.name for file in source.files], with_folders=not source.is_file)
 
 
@@ -476,7 +477,7 @@ def copy_side_file(
     expected: SideFile | None = None,
     prefix: str = "",
 ) -> SideFile:
-    """Copy a file into an output, with `prefix` in front of its name and as much of its mode as the umask leaves."""
+    """Copy a file into an output under `prefix` + its name, with its mode as far as the umask allows."""
     status = _status(source, name)
     if expected is None and not status.version:
         raise unversioned(source.location(name))
@@ -492,7 +493,7 @@ def copy_side_file(
 
 
 def read_side_file(folder: Store, name: str) -> SideFile:
-    """Length and proof of a file, and its permission bits."""
+    """Return length, BLAKE3 digest and permission bits of a file."""
     status, digest = _status(folder, name), new_proof()
     if not status.version:
         raise unversioned(folder.location(name))
@@ -502,7 +503,7 @@ def read_side_file(folder: Store, name: str) -> SideFile:
 
 
 def find_other_files(folder: Store, files: Iterable[SideFile]) -> list[str]:
-    """Which of these files a folder lacks, or has with another proof, and what is wrong with each."""
+    """Return a message for each of these files that a folder lacks, or has with another digest."""
     others = []
     for file in files:
         try:
@@ -521,7 +522,7 @@ def _status(folder: Store, name: str) -> FileStat:
 
 
 def _pieces(folder: Store, name: str, version: str, digest: Hash) -> Iterator[bytes]:
-    """The bytes of a file, in order, which pass once and are hashed."""
+    """Yield the bytes of a file in order, reading each once and adding it to the hash."""
     with folder.open(name, access=Access.BUFFERED, version=version) as file:
         step = folder.cost.request_nbytes
         for offset in range(0, file.nbytes, step):

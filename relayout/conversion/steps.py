@@ -1,13 +1,13 @@
-"""The copy steps: which bytes of which source file go where in which file, planned without I/O and then carried out.
+"""The copy steps: the source bytes for each range of each output file, planned without I/O and then carried out.
 
-The steps of a unit go through its tensors in the order of its files, so that in each file offsets rise from step to
-step. A large tensor is cut into chunks along its bytes, at row borders where its columns are cut, so that what each
-rank gets of a chunk is contiguous in its file. Small neighbors are gathered into batches, of which each rank gets one
-piece. Every source byte is read once, every target byte written once.
+The steps of a unit visit its tensors in the order of its files, so that in each file offsets rise from step to step. A
+large tensor is cut into chunks along its bytes, at row borders if its columns are cut. So the bytes of a chunk for one
+rank are contiguous in that rank's file. Small neighbors are gathered into batches, with one piece for each rank. Every
+source byte is read once, every target byte written once.
 
-Digests are of bytes in their stored order. A slice of several ranges in another order than the source's (all query
-heads, then the key heads, where the source has them group by group) cannot be copied in both orders: such a large
-tensor is copied in the order of its slices, and read a second time for its own digest.
+Digests are of bytes in their stored order. Some slices consist of several ranges in an order that differs from the
+source: all query heads, then the key heads, while the source stores them group by group. One copy cannot follow both
+orders. Such a large tensor is copied in the order of its slices, and read a second time for its own digest.
 """
 
 from __future__ import annotations
@@ -35,13 +35,13 @@ from relayout.storage.stores import Access, ReadableFile
 from relayout.storage.system import Buffer
 
 CHUNK_NBYTES = 32 * 2**20
-"""Source bytes of one step, about."""
+"""Approximate source bytes of one step."""
 
 SMALL_NBYTES = 256 * 2**10
 """Tensors below this many bytes are copied in batches."""
 
 _MAX_RUNS = 4096
-"""The most runs of slices that are read one by one in one step."""
+"""Maximum number of slice runs that one step reads one by one."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,16 +55,16 @@ class SourceRange:
 
 @dataclass(frozen=True, slots=True)
 class Target:
-    """A place in a file."""
+    """A location in an output file."""
 
     file: int
-    """Its number in the layout."""
+    """Number of the file in the layout."""
     offset: int
     """Absolute file offset in bytes."""
 
 
 class Piece(NamedTuple):
-    """Bytes of a slice that lie in a span: `[offset, offset + nbytes)` of the slice. A tuple, as there are many."""
+    """Bytes `[offset, offset + nbytes)` of a slice within a span. A tuple, because a plan has very many."""
 
     tensor: int
     """Position in the source's tensors."""
@@ -78,23 +78,23 @@ class Piece(NamedTuple):
     transfers: Sequence[Transfer]
     """The transfers from the tensor to the slice. They fill the piece without hole or overlap."""
     is_hashed: bool
-    """Whether the slice's digest is taken here; one that is the whole tensor is hashed as source."""
+    """True if the piece is hashed for the slice's digest; a slice that is the whole tensor is hashed as source."""
 
 
 @dataclass(frozen=True, slots=True)
 class Span:
-    """Bytes that lie together in files, put together from pieces."""
+    """Contiguous bytes of output files, assembled from pieces."""
 
     nbytes: int
     targets: tuple[Target, ...]
-    """Where the bytes go, to each of these; none if they are put together for their digest only."""
+    """The locations that each receive all bytes of the span; empty if the span is only hashed."""
     pieces: Sequence[Piece]
     """The pieces that fill the span without hole or overlap."""
 
 
 @dataclass(frozen=True, slots=True)
 class Step:
-    """One piece of work: read the ranges, fill the spans, write them."""
+    """One piece of work: read the ranges, fill the spans, write the spans."""
 
     ranges: tuple[SourceRange, ...]
     spans: tuple[Span, ...]
@@ -108,7 +108,7 @@ class Step:
 
 
 _Held = tuple[int, int, Sequence[Transfer], bool]
-"""What a rank holds of a tensor: index of the slice, its bytes, its transfers, and whether it is hashed there."""
+"""A rank's part of a tensor: index of its slice, bytes, transfers, and True if the slice is hashed for this rank."""
 
 
 class CopyPlan:
@@ -124,8 +124,8 @@ class CopyPlan:
     ) -> None:
         """Plan the steps of a conversion.
 
-        With `by_source`, they go through source files from front to back, and each has all slices of its bytes; offsets
-        in the unit's files may fall then.
+        With `by_source`, the steps go through source files from front to back, and each has all slices of its source
+        bytes. Offsets in the unit's files may then fall.
         """
         self.conversion = conversion
         self._tensors = conversion.source.tensors
@@ -136,10 +136,10 @@ class CopyPlan:
         self._held = {cut: _held(cut) for cut in set(self._cut)}
         self._extents = conversion.extents_of
         self._places = [_places(conversion, holder) for holder in range(len(conversion.layout.holders))]
-        """For each holder the file that holds each tensor, and the absolute offset in it."""
+        """For each holder: the file that holds each tensor, and the absolute offset in that file."""
 
     def steps(self, unit: int) -> Iterator[Step]:
-        """The steps of a unit."""
+        """Yield the steps of a unit."""
         batch: list[int] = []
         cost = 0
         order = self.conversion.layout.units[unit]
@@ -166,7 +166,7 @@ class CopyPlan:
         return max(staged, self._tensors[t].extent.nbytes) + 2 * BLOCK
 
     def _batch(self, batch: Sequence[int]) -> Step:
-        """The step of several small tensors."""
+        """Return the step of several small tensors."""
         covered = tuple(item for t in batch for item in self._covered(t))
         return Step(
             join_ranges([_block_range(self._tensors[t].file, extent) for t, extent in covered]),
@@ -175,12 +175,12 @@ class CopyPlan:
         )
 
     def _covered(self, t: int) -> Iterator[tuple[int, Extent]]:
-        """What is read of a tensor: tensor, and extent in its file."""
+        """Yield the parts of a tensor that are read: tensor, and extent in its file."""
         for extent in self._extents(t):
             yield t, Extent(self._tensors[t].extent.offset + extent.offset, extent.nbytes)
 
     def _whole_slices(self, rank: int, batch: Sequence[int]) -> Iterator[Span]:
-        """The spans of one holder of a batch: one for each gapless stretch of a file, and one that is only hashed."""
+        """Split a batch for one holder: a span for each gapless stretch of a file, and one that is only hashed."""
         files, offsets = self._places[rank]
         pieces: list[Piece] = []
         unstored: list[Piece] = []
@@ -209,7 +209,7 @@ class CopyPlan:
             yield Span(unstored_nbytes, (), unstored)
 
     def _large(self, t: int) -> Iterator[Step]:
-        """The steps of one large tensor."""
+        """Yield the steps of one large tensor."""
         slices = self._cut[t].transfers
         length = _chunk_length([transfer for transfers in slices for transfer in transfers], self._chunk_nbytes)
         if self._by_source or all(_in_order(transfers, length) for transfers in slices):
@@ -218,11 +218,11 @@ class CopyPlan:
             yield from self._scattered(t, slices)
             if self.conversion.reads_whole(t):
                 yield from self._chunks(t, length, ())
-            else:  # There is no digest of it.
+            else:  # Bytes are missing: the tensor has no digest.
                 yield Step((), (), tuple(self._covered(t)))
 
     def _chunks(self, t: int, length: int, slices: Sequence[Sequence[Transfer]]) -> Iterator[Step]:
-        """The tensor in the order of its source."""
+        """Yield steps that copy the tensor in the order of its source."""
         tensor = self._tensors[t]
         for piece in chain.from_iterable(split(extent, length) for extent in self._extents(t)):
             spans = []
@@ -235,7 +235,7 @@ class CopyPlan:
             yield Step((_block_range(tensor.file, extent),), tuple(spans), ((t, extent),))
 
     def _scattered(self, t: int, slices: Sequence[Sequence[Transfer]]) -> Iterator[Step]:
-        """The slices of a tensor in their own order, side by side: what they have in common is read once."""
+        """Yield steps that copy the slices of a tensor side by side in their own order; shared bytes are read once."""
         tensor = self._tensors[t]
         share = align_up(max(1, self._chunk_nbytes // len(slices)), BLOCK)
         num_runs = max(1, _MAX_RUNS // len(slices))
@@ -246,7 +246,7 @@ class CopyPlan:
             yield Step(join_ranges(ranges), spans, ())
 
     def _span(self, t: int, which: int, transfers: Sequence[Transfer]) -> Span:
-        """The span of a gapless piece of one slice, which goes to all ranks that hold it."""
+        """Return the span of a gapless piece of one slice, with a target for each rank that holds the slice."""
         cut = self._cut[t].cut
         low = min(transfer.target for transfer in transfers)
         high = max(transfer.target_end for transfer in transfers)
@@ -257,7 +257,7 @@ class CopyPlan:
 
 
 def _held(tensor: CutTensor) -> list[_Held]:
-    """What each rank holds of a tensor of this kind."""
+    """Return each rank's part of a tensor of this kind."""
     cut = tensor.cut
     return [
         (
@@ -271,19 +271,19 @@ def _held(tensor: CutTensor) -> list[_Held]:
 
 
 def _places(conversion: Conversion, holder: int) -> tuple[Sequence[int], Sequence[int]]:
-    """List for each tensor the number of the holder's file with it, and the absolute offset there; -1: none has it."""
+    """List for each tensor the number of the holder's file with it, and its absolute offset; -1 if none has it."""
     files, offsets = np.full((2, len(conversion.source.tensors)), -1, np.int64)
     for index in conversion.layout.holders[holder]:
         file = conversion.layout.files[index]
         tensors = np.array(file.tensors, np.int64)
         files[tensors] = index
         offsets[tensors] = np.array(file.data_offsets, np.int64) + file.data_start
-    # Items of an array are integers of Python, which cost less than numpy's.
+    # Items of an `array` are Python integers, which cost less than numpy's.
     return array("q", files.tobytes()), array("q", offsets.tobytes())
 
 
 def _chunk_length(transfers: Iterable[Transfer], chunk_nbytes: int) -> int:
-    """Source bytes of a chunk: whole rows where columns are cut, and whole blocks in every file if possible."""
+    """Return the bytes of a source chunk: whole rows if columns are cut, and whole blocks in every file if possible."""
     strided = [transfer for transfer in transfers if transfer.count > 1]
     stride = max((transfer.source_stride for transfer in strided), default=0)
     if not strided or stride > chunk_nbytes:
@@ -294,19 +294,19 @@ def _chunk_length(transfers: Iterable[Transfer], chunk_nbytes: int) -> int:
 
 
 def _in_order(transfers: Sequence[Transfer], chunk_nbytes: int) -> bool:
-    """Whether a slice's bytes come by in its own order, in chunks of so many source bytes."""
+    """Return True if chunks of this many source bytes deliver a slice's bytes in the slice's own order."""
     if all(a.source_end <= b.source for a, b in pairwise(transfers)):
         return True
     rows = {(part.count, part.source_stride, part.source // max(1, part.source_stride)) for part in transfers}
     [(count, stride, _), *others] = rows
     if others or count == 1:
         return False
-    # All are of the same rows. Within each, the order is the same, or a chunk has whole rows.
+    # All transfers cover the same rows. Their order within each row is the same, or a chunk has whole rows.
     return chunk_nbytes % stride == 0 or all(a.source + a.nbytes <= b.source for a, b in pairwise(transfers))
 
 
 def _in_target_order(transfers: Sequence[Transfer], max_nbytes: int, max_runs: int) -> Iterator[list[Transfer]]:
-    """Single runs in the order of their targets, in groups of at most so many bytes and runs."""
+    """Yield single runs in the order of their targets, in groups of at most `max_nbytes` and `max_runs`."""
     group: list[Transfer] = []
     room = max_nbytes
     for run in merge(*(transfer.runs() for transfer in transfers), key=lambda run: run.target):
@@ -355,45 +355,45 @@ class TensorDigests:
     """Digests of one tensor, in hex."""
 
     source: str | None
-    """Digest of the whole tensor, as stored in the source. None: unknown, as not all of it was read."""
+    """Digest of the whole tensor, as stored in the source. None: unknown, because not all of it was read."""
     slices: tuple[str, ...]
-    """Digests of its distinct slices, in the order in which ranks hold them."""
+    """Digests of the tensor's distinct slices, in order of the first rank that holds each."""
 
 
 @dataclass(frozen=True, slots=True)
 class Written:
-    """Tensors and files that are written."""
+    """The digests of tensors and files that are written."""
 
     tensors: Mapping[int, TensorDigests] = field(default_factory=dict)
-    """The digests of each tensor, by its index in the source."""
+    """Digests of each tensor, by its index in the source."""
     chunks: Mapping[int, bytes] = field(default_factory=dict)
-    """The digests of the chunks of each file, by its number, of which everything but the header is written."""
+    """Chunk digests of each file, by its number; everything but the file's header is written."""
 
 
 @dataclass(frozen=True, slots=True)
 class Loaded:
-    """Source ranges, or the memory for them."""
+    """Source ranges and their memory."""
 
     memory: memoryview
     starts: list[tuple[int, int]]
     """(file, file offset) of each range, sorted."""
     positions: list[int]
-    """Where each range lies in the memory."""
+    """Offset of each range in the memory."""
 
     @classmethod
     def place(cls, ranges: Sequence[SourceRange], buffer: Buffer) -> Self:
-        """Give the ranges, which are in order, their memory."""
+        """Reserve memory for the ranges, which must be in order."""
         positions = list(accumulate((source.extent.nbytes for source in ranges), initial=0))
         memory = buffer.reserve(positions.pop())
         return cls(memory, [(source.file, source.extent.offset) for source in ranges], positions)
 
     def position(self, file: int, offset: int) -> int:
-        """Position in the memory of the byte at a file's offset."""
+        """Return the position in the memory of the byte at a file's offset."""
         index = bisect_right(self.starts, (file, offset)) - 1
         return self.positions[index] + offset - self.starts[index][1]
 
     def tensor_position(self, tensor: SourceTensor, offset: int) -> int:
-        """Position of the tensor's byte 0, extrapolated from that of its byte at `offset`."""
+        """Return the position of the tensor's byte 0, extrapolated from that of its byte at `offset`."""
         return self.position(tensor.file, tensor.extent.offset + offset) - offset
 
 
@@ -408,13 +408,13 @@ class TensorHashes:
         self._ordered = OrderedDigests(stop)
         self._lock = threading.Lock()
         self._partial: dict[int, dict[int, str]] = {}
-        """The digests that are known of tensors that pass in several steps."""
+        """The digests known so far of tensors that pass in several steps."""
 
     def add(self, pieces: Iterable[tuple[int, int, int, memoryview]]) -> dict[int, TensorDigests]:
-        """Hash pieces: tensor, distinct slice or `SOURCE`, offset in that, and the bytes from there on.
+        """Hash pieces: tensor, distinct slice or `SOURCE`, offset in that slice, and the bytes from there on.
 
         Returns:
-            The digests of tensors of which these were the last bytes, in the source and in slices.
+            The digests of the tensors that became complete, of the source and of slices.
         """
         ended: dict[int, dict[int, str]] = {}
         for t, which, start, view in pieces:
@@ -441,7 +441,7 @@ class TensorHashes:
 
 
 def _streams(tensor: CutTensor, *, with_source: bool) -> set[int]:
-    """What is hashed of a tensor: its different slices that have bytes, and the source if all of that is read."""
+    """Return the streams to hash for a tensor: its different slices with bytes, and the source if all of it is read."""
     parts = zip(tensor.cut.distinct, tensor.sizes, strict=True)
     slices = {SOURCE if part.is_whole else which for which, (part, nbytes) in enumerate(parts) if nbytes}
     return slices | {SOURCE} if with_source else slices
@@ -459,7 +459,8 @@ def run_steps(
     """Carry out all steps, and return the digests of each tensor that passed.
 
     Args:
-        put: takes the bytes of a span for each place, as `FileSink.put`; called by several threads. None: digests only.
+        put: takes the bytes of a span for each target, as `FileSink.put`; called by several threads. None: digests
+            only.
         stop: requested when a step fails.
     """
     source = conversion.source
@@ -495,11 +496,11 @@ def _read(ranges: Sequence[SourceRange], inputs: OpenFiles[int, ReadableFile], b
 
 
 _Staged = tuple[Span, memoryview, int]
-"""A span put together in memory, and where in page-aligned memory it starts."""
+"""A span assembled in memory, and its offset from a page border."""
 
 
 def _stage(spans: Sequence[Span], source: SourceCheckpoint, loaded: Loaded, buffer: Buffer) -> list[_Staged]:
-    """Put the spans together, each at the address, modulo a block, that its first target wants."""
+    """Assemble the spans in memory, each at the address, modulo a block, of its first target's offset."""
     positions = []
     end = 0
     for span in spans:
@@ -521,7 +522,7 @@ def _stage(spans: Sequence[Span], source: SourceCheckpoint, loaded: Loaded, buff
 def _hashed(
     step: Step, conversion: Conversion, loaded: Loaded, staged: Iterable[_Staged]
 ) -> Iterator[tuple[int, int, int, memoryview]]:
-    """The bytes of a step that are hashed, for `TensorHashes.add`."""
+    """Yield the bytes of a step that are hashed, for `TensorHashes.add`."""
     source = conversion.source
     for span, view, _ in staged:
         for t, which, offset, position, nbytes, _, is_hashed in span.pieces:

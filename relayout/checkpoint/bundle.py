@@ -1,10 +1,11 @@
-"""Verifies model.sig: a Sigstore bundle whose DSSE envelope signs an in-toto statement (OpenSSF Model Signing 1.0).
+"""Verifies model.sig: a Sigstore bundle with an in-toto statement in a DSSE envelope (OpenSSF Model Signing 1.0).
 
-By a key or by certificates it is verified here, with the packages cryptography and pyOpenSSL: the package
-model-signing imports the clients of Sigstore whatever it verifies, which takes longer than the load of a rank. By a
-Sigstore identity, model-signing verifies it. The rules are those of model_signing 1.1.1 (`_signing/signing.py`,
-`sign_sigstore_pb.py`, `sign_ec_key.py`, `sign_certificate.py`) and of DSSE 1.0.2 (`protocol.md`). Stricter than there:
-an envelope has one signature, names and keys of JSON are unique, and the encodings of model_signing 0.2 are refused.
+Signatures by a key or by certificates are verified here, with the packages cryptography and pyOpenSSL. The package
+model-signing would import the clients of Sigstore in every case, which takes longer than the load of a rank; it
+verifies only signatures by a Sigstore identity. The rules are those of model_signing 1.1.1 (`_signing/signing.py`,
+`sign_sigstore_pb.py`, `sign_ec_key.py`, `sign_certificate.py`) and of DSSE 1.0.2 (`protocol.md`). This module is
+stricter in three points: an envelope has one signature, names and keys of JSON are unique, and the encodings of
+model_signing 0.2 are rejected.
 """
 
 from __future__ import annotations
@@ -33,7 +34,7 @@ _STATEMENT_TYPE = "https://in-toto.io/Statement/v1"
 _PREDICATE_TYPE = "https://model_signing/signature/v1.0"
 _OTHER_DIGESTS = "other digests are signed than the SHA-256 of each file"
 _HASHES = {"secp256r1": "SHA256", "secp384r1": "SHA384", "secp521r1": "SHA512"}
-"""The hash that is signed, by the name of the key's curve."""
+"""The signed hash, by the name of the key's curve."""
 _SHA256 = re.compile(r"[0-9a-f]{64}")
 
 
@@ -59,7 +60,7 @@ def listed_by_key(signature: bytes, public_key: str) -> SignedFiles:
         public_key: path of the key (PEM, P-256, P-384 or P-521).
 
     Raises:
-        FormatError: it is not a bundle, or not signed with this key.
+        FormatError: the signature is not a bundle, or not signed with this key.
         ImportError: cryptography is not installed.
         ValueError, OSError: the key cannot be used or read.
     """
@@ -79,14 +80,14 @@ def listed_by_key(signature: bytes, public_key: str) -> SignedFiles:
 
 
 def listed_by_certificates(signature: bytes, certificates: Sequence[Path]) -> SignedFiles:
-    """Verify model.sig by a certificate that leads to one of these roots, as of the beginning of its validity.
+    """Verify model.sig by a certificate that chains to one of these roots, as of the beginning of its validity.
 
     Args:
         signature: model.sig as stored.
         certificates: paths of the roots (PEM).
 
     Raises:
-        FormatError: it is not a bundle, or not signed by such a certificate.
+        FormatError: the signature is not a bundle, or not signed by such a certificate.
         ImportError: cryptography or pyOpenSSL is not installed.
         ValueError, OSError: a root cannot be used or read.
     """
@@ -109,12 +110,12 @@ def listed_by_certificates(signature: bytes, certificates: Sequence[Path]) -> Si
 
 
 def listed_by_identity(signature: bytes, identity: str, issuer: str) -> SignedFiles:
-    """Verify model.sig by a Sigstore identity, with the package model-signing. May raise anything."""
+    """Verify model.sig by a Sigstore identity, with the package model-signing. May raise any exception."""
     from tempfile import TemporaryDirectory
 
     from model_signing.verifying import Config as AnyConfig
 
-    Config: Any = AnyConfig  # Whose methods have no types.
+    Config: Any = AnyConfig  # Its methods have no types.
     taken = _Taken()
     with TemporaryDirectory(prefix="relayout-") as folder:  # The package takes files only.
         path = Path(folder) / SIGNATURE_NAME
@@ -151,7 +152,7 @@ def _certificate(entry: Fields) -> Certificate:
 
 
 def _check_chain(store: Any, chain: Sequence[Certificate]) -> None:
-    """Check that the first certificate leads to a root in the store, by the others, and is for signing."""
+    """Check that the first certificate chains through the rest to a root in the store, and is for signing."""
     from cryptography.x509 import ExtendedKeyUsage, ExtensionNotFound, KeyUsage
     from cryptography.x509.oid import ExtendedKeyUsageOID
     from OpenSSL.crypto import X509, X509StoreContext, X509StoreContextError
@@ -175,7 +176,7 @@ def _check_chain(store: Any, chain: Sequence[Certificate]) -> None:
 
 
 def _listed(signature: bytes, key_of: _KeyOf) -> SignedFiles:
-    """Verify a bundle, and parse what it signs: nothing of that is looked at before."""
+    """Verify a bundle, and parse its payload only after that."""
     bundle = Fields(parse_object(signature, SIGNATURE_NAME))
     _check(bundle, "mediaType", _MEDIA_TYPE)
     envelope = Fields(bundle.object("dsseEnvelope"))
@@ -202,7 +203,7 @@ def _verify(key: EllipticCurvePublicKey, signature: bytes, payload: bytes) -> No
 
 
 def _parse(payload: bytes) -> SignedFiles:
-    """Parse a statement whose signature is verified."""
+    """Parse the statement of a verified signature."""
     top = Fields(parse_object(payload, SIGNATURE_NAME))
     _check(top, "_type", _STATEMENT_TYPE)
     _check(top, "predicateType", _PREDICATE_TYPE)
@@ -239,9 +240,9 @@ def _base64(fields: Fields, name: str) -> bytes:
 
 
 class _Taken:
-    """Takes the place of the digests of a folder's files where model-signing compares them with the signed ones.
+    """Stub for the digests of a folder's files, which model-signing compares with the signed ones.
 
-    It keeps the signed ones, and reports no difference: each file is compared when it is read.
+    It stores the signed digests, and reports no difference: each file is compared later, when it is read.
     """
 
     def __init__(self) -> None:
@@ -251,7 +252,7 @@ class _Taken:
         """Do nothing: files that the signer left out are not signed."""
 
     def hash(self, model_path: object, *, files_to_hash: object = None) -> _Taken:
-        """Read no file."""
+        """Return this stub without reading any file."""
         return self
 
     def __ne__(self, signed: Any) -> bool:

@@ -1,4 +1,4 @@
-"""Reads a converted checkpoint: manifest, rank tables, source record, and weight files, proven chunk by chunk."""
+"""Reads a converted checkpoint: manifest, rank tables, source record, and weight files, verified chunk by chunk."""
 
 from __future__ import annotations
 
@@ -67,22 +67,22 @@ _PIECE_NBYTES = 2**24
 """Bytes of a hole that are compared with zeros at once."""
 
 HEAD_NBYTES = 512
-"""More than what `check_head` looks at, and less than any file has: its header fills at least one block."""
+"""Bytes read for `check_head`: more than it needs, and fewer than any file has (a header fills a block or more)."""
 
 
 def is_converted(folder: Store) -> bool:
-    """Whether a folder is a converted checkpoint: it contains a manifest."""
+    """Return True if a folder is a converted checkpoint: it contains a manifest."""
     return folder.kind() is Kind.FOLDER and folder.stat(MANIFEST_NAME) is not None
 
 
 def find_manifest(folder: Store) -> Manifest | None:
-    """The manifest; None if a folder is no converted checkpoint. FormatError: it is damaged."""
+    """Return the manifest; None if a folder is not a converted checkpoint. FormatError: it is damaged."""
     blob = find_manifest_blob(folder)
     return None if blob is None else parse_manifest(blob, folder.location(MANIFEST_NAME))
 
 
 def find_manifest_blob(folder: Store) -> bytes | None:
-    """The manifest as stored; None if a folder is no converted checkpoint. For a remote store, one request."""
+    """Return the stored manifest; None if a folder is not a converted checkpoint. For a remote store, one request."""
     if not folder.cost.is_remote and not is_converted(folder):
         return None
     return if_there(lambda: folder.read(MANIFEST_NAME, MAX_MANIFEST_NBYTES))
@@ -94,7 +94,7 @@ def read_manifest(folder: Store) -> Manifest:
 
 
 def read_manifest_blob(folder: Store) -> bytes:
-    """Read relayout.json. FormatError: it is missing. MissingPathError: so is the folder."""
+    """Read relayout.json. FormatError: it is missing. MissingPathError: the folder is missing, too."""
     blob = if_there(lambda: folder.read(MANIFEST_NAME, MAX_MANIFEST_NBYTES))
     if blob is None:
         check_exists(folder)
@@ -109,7 +109,7 @@ def read_manifest_blob(folder: Store) -> bytes:
 
 
 def check_rank(folder: Store, rank: int, num_ranks: int) -> None:
-    """Raise PlanError unless a degree has a rank."""
+    """Raise PlanError unless a rank is valid for a tensor-parallel degree."""
     if not 0 <= rank < num_ranks:
         raise PlanError(
             f"rank {rank}, expected 0 to {num_ranks - 1} (tensor-parallel degree {num_ranks})",
@@ -146,16 +146,16 @@ def _check_length(folder: Store, manifest: Manifest, index: int) -> None:
 
 
 def check_intact(folder: Store) -> None:
-    """Check a converted checkpoint without reading its weights: that what its manifest lists is all there."""
+    """Check that all files in a converted checkpoint's manifest exist and seem intact, without reading weights."""
     for fault in find_faults(folder, read_manifest(folder)):
         raise fault
 
 
 def find_faults(folder: Store, manifest: Manifest) -> list[FormatError]:
-    """What is wrong with each file that a manifest lists, as far as one sees without reading the weights.
+    """Return the faults of files that a manifest lists, as far as they are visible without reading the weights.
 
-    A file is missing, has another length, head or digest than the manifest says, or has a hole where there should be
-    other bytes than zeros.
+    Faults are a missing file, a length, head or digest that differs from the manifest, and a hole in place of non-zero
+    bytes.
     """
 
     def fault(check: Callable[[], None]) -> FormatError | None:
@@ -184,12 +184,12 @@ def _check_weights(folder: Store, manifest: Manifest, index: int) -> None:
 
 
 def check_holes(fd: int | None, open_it: Callable[[], ReadableFile], proof: FileProof, where: str) -> None:
-    """Check that zeros belong where nothing was ever written to a file: its copy may be unfinished.
+    """Check that the holes of a file, which were never written, belong to zeros: a copy may be unfinished.
 
-    Only the chunks are read that have holes: of most files none, and for holes the system reads nothing from the drive.
+    Only chunks with holes are read: most files have none, and for holes the system reads nothing from the drive.
 
     Args:
-        fd: the file's descriptor; None if its store has none, and tells of no holes.
+        fd: the file's descriptor; None if its store has no descriptors, and cannot report holes.
         open_it: opens the file to read it through the page cache.
         where: its name in messages.
     """
@@ -211,14 +211,14 @@ def check_holes(fd: int | None, open_it: Callable[[], ReadableFile], proof: File
 
 
 def digests_of_small(manifest: Manifest) -> dict[str, str]:
-    """The small files whose digests are in the manifest, by name: rank tables, source record, and stock index."""
+    """Return digests of small files in the manifest, by name: rank tables, source record, built-in loaders' index."""
     tables = {holder.table: holder.table_digest for holder in manifest.holders.values()}
     index = {} if manifest.hub_index_digest is None else {HUB_INDEX_NAME: manifest.hub_index_digest}
     return {**tables, SOURCE_RECORD_NAME: manifest.record_digest, **index}
 
 
 def read_small(folder: Store, name: str, proof: str) -> bytes:
-    """Read a small file. FormatError: it is missing, or has another proof."""
+    """Read a small file. FormatError: it is missing, or has another digest."""
     blob = folder.read(name, MAX_RECORD_NBYTES)
     if proof_hex(blob) != proof:
         what = f"digest differs from the one in {MANIFEST_NAME}: damaged, or of another conversion"
@@ -227,16 +227,16 @@ def read_small(folder: Store, name: str, proof: str) -> bytes:
 
 
 def proofs_of_sides(record: SourceRecord) -> dict[str, str]:
-    """The proofs of the side files, by name."""
+    """Return the BLAKE3 digests of the side files, by name."""
     return {side.name: side.digest for side in record.side_files}
 
 
 PACKED = (CHUNKS_NAME, DIGESTS_NAME)
-"""The files that have digests in binary form. The manifest proves them part by part."""
+"""The files that contain digests in binary form. The manifest has a digest of each of their parts."""
 
 
 def parts_of_packed(manifest: Manifest, name: str) -> list[tuple[Extent, str]]:
-    """The parts of a file of `PACKED`, in order: where each is, and its proof."""
+    """Return the parts of a file of `PACKED`, in order: the extent of each, and its BLAKE3 digest."""
     if name == CHUNKS_NAME:
         places = places_of_proofs(manifest.files, manifest.chunk_nbytes)
         return list(zip(places, (file.chunks_digest for file in manifest.files), strict=True))
@@ -245,7 +245,7 @@ def parts_of_packed(manifest: Manifest, name: str) -> list[tuple[Extent, str]]:
 
 
 def sizes_of_packed(manifest: Manifest) -> dict[str, int]:
-    """The lengths of the files of `PACKED`, by name."""
+    """Return the lengths in bytes of the files of `PACKED`, by name."""
     return {name: parts[-1][0].end if (parts := parts_of_packed(manifest, name)) else 0 for name in PACKED}
 
 
@@ -254,7 +254,7 @@ def _check_small(folder: Store, name: str, proof: str) -> None:
 
 
 def _check_opens(folder: Store, name: str, nbytes: int) -> None:
-    """Check that a file is there, and so long."""
+    """Check that a file exists and has this length."""
     folder.open(name, nbytes).close()
 
 
@@ -268,7 +268,7 @@ def read_record(folder: Store, manifest: Manifest, prefix: str = "") -> SourceRe
     """Read and check the source record. FormatError: it is missing, damaged, or of another conversion.
 
     Args:
-        prefix: what its name begins with in the folder.
+        prefix: of its file name in the folder.
     """
     # Imported here: a load of a rank as stored needs no record.
     from relayout.format.source_record import parse_record
@@ -287,7 +287,7 @@ def read_record(folder: Store, manifest: Manifest, prefix: str = "") -> SourceRe
 
 
 def names_of_output(folder: Store) -> frozenset[str]:
-    """Names of all files of a converted checkpoint, as its manifest and source record name them."""
+    """Return the names of all files of a converted checkpoint, from its manifest and source record."""
     blob = read_manifest_blob(folder)
     manifest = parse_manifest(blob, folder.location(MANIFEST_NAME))
     signature = [] if find_signature(folder, blob) is None else [SIGNATURE_NAME]
@@ -295,7 +295,7 @@ def names_of_output(folder: Store) -> frozenset[str]:
 
 
 def find_signature(folder: Store, blob: bytes) -> bytes | None:
-    """The signature beside a manifest, given as stored, if it lists the SHA-256 of that, else None; not verified."""
+    """Return the folder's unverified signature if it lists the SHA-256 of `blob`, the stored manifest; else None."""
     try:
         signature = folder.read(SIGNATURE_NAME, MAX_SIGNATURE_NBYTES)
         envelope = Fields(Fields(parse_object(signature, SIGNATURE_NAME)).object("dsseEnvelope"))
@@ -306,20 +306,20 @@ def find_signature(folder: Store, blob: bytes) -> bytes | None:
 
 
 def names_of(manifest: Manifest, record: SourceRecord) -> frozenset[str]:
-    """Names of all files that a manifest and a source record name, themselves included."""
+    """Return the names of all files in a manifest and a source record, including the names of these two."""
     weights, sides = (file.name for file in manifest.files), (side.name for side in record.side_files)
     return frozenset([*names_of_index(manifest), *weights, *sides])
 
 
 def names_of_index(manifest: Manifest) -> list[str]:
-    """The files of a converted checkpoint beside weights and side files, the manifest last."""
+    """Return the files of a converted checkpoint other than weights and side files, the manifest last."""
     hub_index = [] if manifest.hub_index_digest is None else [HUB_INDEX_NAME]
     tables = [holder.table for holder in manifest.holders.values()]
     return [SOURCE_RECORD_NAME, CHUNKS_NAME, DIGESTS_NAME, *tables, *hub_index, MANIFEST_NAME]
 
 
 def sizes_of(folder: Store, names: Iterable[str]) -> dict[str, int]:
-    """The length of each file, by name, in the order of the names."""
+    """Return the length in bytes of each file, by name, in the order of the names."""
     sizes = {}
     for name in sorted(names):
         status = folder.stat(name)
@@ -330,7 +330,7 @@ def sizes_of(folder: Store, names: Iterable[str]) -> dict[str, int]:
 
 
 def describe_output(folder: Store) -> str:
-    """What a converted checkpoint is, by its manifest, which is written last, and what is wrong with it at a glance."""
+    """Describe a converted checkpoint by its manifest, which is written last, and name its visible faults."""
     manifest = read_manifest(folder)
     model = f"model type {manifest.model_type}" if manifest.model_type else "a model"
     some = "" if manifest.has_all else f" (ranks {ranks_text(manifest.present)})"
@@ -340,16 +340,16 @@ def describe_output(folder: Store) -> str:
 
 
 CONVERTED = Replaceable(MANIFEST_NAME, describe_output, names_of_output)
-"""An output of `convert`, the only one that `force` replaces."""
+"""An output of `convert`; `force` replaces only such outputs."""
 
 
 def read_digests(folder: Store, manifest: Manifest, holder: int) -> list[str]:
-    """The digests of a holder's tensors, in the order of its table. FormatError: they are missing or damaged."""
+    """Return the digests of a holder's tensors, in the order of its table. FormatError: they are missing or damaged."""
     return unpack_digests(read_packed_digests(folder, manifest, holder))
 
 
 def read_source_digests(folder: Store, manifest: Manifest) -> list[str | None]:
-    """The digests of the source's tensors, in the order of the record; None: unknown. Errors as of `read_digests`."""
+    """Return the digests of the source's tensors, in record order; None: unknown. Errors as of `read_digests`."""
     found = unpack_digests(read_packed_digests(folder, manifest, None))
     return [None if digest == UNKNOWN_DIGEST else digest for digest in found]
 
@@ -369,10 +369,10 @@ def read_packed_digests(folder: Store, manifest: Manifest, holder: int | None) -
 
 
 def _part_of(folder: Store, name: str, places: Sequence[Extent], position: int) -> bytes:
-    """Read a part of a file that consists of parts at these places. FormatError: it has another length."""
+    """Read one of the parts of a file, given the extents of all parts. FormatError: the file has another length."""
     place, end = places[position], places[-1].end
     with folder.open(name) as opened:
-        if opened.nbytes != end:  # Before memory is taken: a manifest may say any number.
+        if opened.nbytes != end:  # Checked before memory is allocated: a manifest may contain any number.
             what = f"{opened.nbytes} bytes long, expected {end}"
             raise FormatError(what, path=folder.location(name), code="mismatch")
         part = memoryview(bytearray(place.nbytes))
@@ -381,7 +381,7 @@ def _part_of(folder: Store, name: str, places: Sequence[Extent], position: int) 
 
 
 def read_chunk_digests(folder: Store, manifest: Manifest, index: int) -> bytes:
-    """The digests of the chunks of a file, one after the other, in binary form. FormatError: they are damaged."""
+    """Return the digests of a file's chunks, one after the other, in binary form. FormatError: they are damaged."""
     file = manifest.files[index]
     digests = _part_of(folder, CHUNKS_NAME, places_of_proofs(manifest.files, manifest.chunk_nbytes), index)
     if proof_hex(digests) != file.chunks_digest:
@@ -391,14 +391,14 @@ def read_chunk_digests(folder: Store, manifest: Manifest, index: int) -> bytes:
 
 
 def check_file(folder: Store, manifest: Manifest, index: int) -> None:
-    """Raise FormatError unless a file's first bytes name the tensors that the manifest says: files may be mixed up."""
+    """Raise FormatError unless a file's first bytes have the manifest's tensors_digest: files may be mixed up."""
     file = manifest.files[index]
     with folder.open(file.name, file.nbytes) as opened:
         read_head(folder, file, opened)
 
 
 def read_head(folder: Store, file: IndexedFile, opened: ReadableFile) -> bytes:
-    """Read the first `HEAD_NBYTES` of an open weight file. FormatError: they are not as the manifest says."""
+    """Read the first `HEAD_NBYTES` of an open weight file. FormatError: they differ from the manifest."""
     start = memoryview(bytearray(HEAD_NBYTES))
     opened.read(0, start)
     check_head(start, file.tensors_digest, file.data_start, folder.location(file.name))
@@ -406,7 +406,7 @@ def read_head(folder: Store, file: IndexedFile, opened: ReadableFile) -> bytes:
 
 
 def check_head(start: memoryview, tensors_digest: str, data_start: int, where: str) -> None:
-    """Raise FormatError unless the first bytes of a file name these tensors and this start of the data section."""
+    """Raise FormatError unless the first bytes of a file contain this tensors_digest and data start."""
     prefix = header_prefix(tensors_digest)
     if start[LENGTH_NBYTES : LENGTH_NBYTES + len(prefix)] != prefix:
         raise FormatError(
@@ -421,22 +421,22 @@ def check_head(start: memoryview, tensors_digest: str, data_start: int, where: s
 
 
 _NUM_KEPT, _MAX_KEPT_NBYTES = 4, 2**20
-"""Chunks that an open file keeps, and how large they may be."""
+"""Maximum number of chunks that an open file keeps in memory, and maximum bytes of each."""
 
 
 @dataclass(frozen=True, slots=True)
 class FileProof:
-    """What proves that a file holds what the manifest says."""
+    """The digests that verify a file against the manifest."""
 
     tensors_digest: str
-    """The digest that its first bytes name."""
+    """The digest in the file's first bytes."""
     data_start: int
     """Absolute offset of its data section."""
     chunk_nbytes: int
     chunk_digests: Callable[[], bytes]
     """Reads the digests of the chunks of its data section. FormatError: they are damaged."""
     header_digest: str | None = None
-    """Digest of the bytes before the data section, where these are to be proven, too."""
+    """Digest of the bytes before the data section; None: these bytes are not verified."""
 
     @property
     def grid(self) -> Grid:
@@ -445,7 +445,7 @@ class FileProof:
 
 
 def proof_of(folder: Store, manifest: Manifest, index: int, *, with_header: bool = False) -> FileProof:
-    """The proof of a file of a converted checkpoint, by its position in the manifest; of its header, too, if asked."""
+    """Return the digests that verify a file, by its position in the manifest; of its header only if `with_header`."""
     file = manifest.files[index]
     digests = partial(read_chunk_digests, folder, manifest, index)
     header_digest = file.header_digest if with_header else None
@@ -453,18 +453,18 @@ def proof_of(folder: Store, manifest: Manifest, index: int, *, with_header: bool
 
 
 def index_of(manifest: Manifest, name: str) -> int | None:
-    """The position of a weight file in a manifest; None: it is another file."""
+    """Return the position of a weight file in a manifest; None for other files."""
     return next((index for index, file in enumerate(manifest.files) if file.name == name), None)
 
 
 class Proven(Closable):
-    """A file of which only whole chunks are read, and their digests compared. Thread-safe.
+    """A file that is read in whole chunks, each compared with its digest. Thread-safe.
 
     A read that begins and ends at borders of chunks is one request, straight into the caller's memory.
     """
 
     def __init__(self, file: ReadableFile, proof: FileProof, where: str) -> None:
-        """`where` names the file in messages."""
+        """Take an open file and its digests; `where` names the file in messages."""
         self._file = file
         self._proof = proof
         self._where = where
@@ -472,7 +472,7 @@ class Proven(Closable):
         self._recent: tuple[tuple[int, memoryview], ...] = ()
         """Chunks that were read in part, with their numbers."""
         self._head: memoryview | None = None
-        """The header, if it is proven."""
+        """The header, once it is verified."""
 
     @property
     def nbytes(self) -> int:
@@ -516,17 +516,17 @@ class Proven(Closable):
                 target[:] = self._whole(index, chunk)[part.offset - chunk.offset : part.end - chunk.offset]
 
     def _whole(self, index: int, chunk: Extent) -> memoryview:
-        """Prove and keep a whole chunk where a part of it is wanted: its other parts are often wanted next."""
+        """Verify and keep a whole chunk when a part of it is read: its other parts are often read next."""
         whole = next((kept for number, kept in self._recent if number == index), None)
         if whole is None:
             whole = self._read_alone(chunk)
             check_chunk(proof_hex(whole), self._digests, index, chunk, self._where)
-            if chunk.nbytes <= _MAX_KEPT_NBYTES:  # Threads replace the tuple: one that is lost is read again.
+            if chunk.nbytes <= _MAX_KEPT_NBYTES:  # Threads replace the tuple: a lost chunk is read again.
                 self._recent = (*self._recent[1 - _NUM_KEPT :], (index, whole))
         return whole
 
     def _read_head(self, offset: int, view: memoryview) -> None:
-        """Fill `view` with a part of the header: as it is, if the manifest's other digests are enough."""
+        """Fill `view` with a part of the header, verified if `FileProof.header_digest` is set."""
         if self._proof.header_digest is None:
             view[:] = self._read_alone(Extent(offset, view.nbytes))
             return
@@ -538,7 +538,7 @@ class Proven(Closable):
         view[:] = head[offset : offset + view.nbytes]
 
     def _read_alone(self, extent: Extent) -> memoryview:
-        """An extent in memory of its own, as direct I/O wants it."""
+        """Read an extent into separate memory with the alignment of direct I/O."""
         aligned = extent.aligned(self.alignment)
         blocks = Buffer().reserve(aligned.nbytes)
         self._file.read(aligned.offset, blocks)
@@ -549,7 +549,7 @@ class Proven(Closable):
 
 
 def check_chunk(digest: str, digests: bytes, index: int, chunk: Extent, where: str) -> None:
-    """Raise FormatError unless the digest of a chunk, by its index, is among those of all chunks of its file.
+    """Raise FormatError unless a chunk has the digest at its index in the digests of its file.
 
     Args:
         digests: of all chunks, one after the other, in binary form.
@@ -567,14 +567,14 @@ def check_chunk(digest: str, digests: bytes, index: int, chunk: Extent, where: s
 
 
 def check_header(header: bytes | memoryview, digest: str, where: str) -> None:
-    """Raise FormatError unless a file's header has the proof of the manifest. `where` names the file in messages."""
+    """Raise FormatError unless a file's header has the digest of the manifest. `where` names the file in messages."""
     if proof_hex(header) != digest:
         raise FormatError("its header does not match the manifest: damaged", path=where, code="digest")
 
 
 @dataclass(frozen=True, slots=True)
 class StoreOver(ReadOnlyStore):
-    """What stores over another one have in common."""
+    """Base class of stores that wrap another store."""
 
     base: Store
 

@@ -1,4 +1,4 @@
-"""A converted checkpoint that is a base and deltas: a store like any other, which makes its files as they are read."""
+"""A converted checkpoint that consists of a base and deltas: a store that computes its files as they are read."""
 
 from __future__ import annotations
 
@@ -90,7 +90,7 @@ from relayout.storage.stores import (
 )
 
 _NUM_RECENT = 4
-"""Files of which a delta keeps the index."""
+"""Number of files for which a delta keeps the index in memory."""
 
 Paths: TypeAlias = Sequence[str | os.PathLike[str]] | str | os.PathLike[str]
 """Deltas in the order in which they apply, or a single one: folders, or their URLs."""
@@ -98,25 +98,25 @@ Paths: TypeAlias = Sequence[str | os.PathLike[str]] | str | os.PathLike[str]
 
 @dataclass(frozen=True, slots=True)
 class Delta:
-    """A delta whose manifests were read. Methods raise FormatError if a file of it is missing or damaged."""
+    """A delta with its manifests. Methods raise FormatError if a file of the delta is missing or damaged."""
 
     store: Store
     manifest: DeltaManifest
     blob: bytes
-    """relayout.json of what it makes, as stored there."""
+    """relayout.json of the result, as stored in the delta."""
     new: Manifest
-    """Its manifest, parsed."""
+    """Manifest of the result, parsed from `blob`."""
     position: int = 0
-    """Position in a chain, from 1, which errors name; 0: the delta is alone."""
+    """Position in a chain, from 1, for errors; 0: the delta is alone."""
     _recent: dict[int, Changes] = field(default_factory=dict, init=False, repr=False, compare=False)
 
     @property
     def part(self) -> str | None:
-        """What errors name beside the path of a delta in a chain."""
+        """Name of the delta in a chain, which errors contain in addition to the path; None: the delta is alone."""
         return _part(self.position)
 
     def changes(self, index: int) -> Changes | None:
-        """What changed in a weight file, by its number; None: nothing. The last few are kept."""
+        """Return the changes of a weight file, by its number; None if it is unchanged. The last few are kept."""
         stored = self.manifest.by_number.get(index)
         if stored is None:
             return None
@@ -127,10 +127,10 @@ class Delta:
         return found
 
     def changed_digests(self, position: int) -> tuple[npt.NDArray[np.int64], npt.NDArray[np.uint8]]:
-        """The digests of one holder's tensors that changed: rows, rising, and each digest in binary form.
+        """Return the changed digests of one holder's tensors: rising rows, and each digest in binary form.
 
         Args:
-            position: of the holder in the manifest; behind the last one are those of the source.
+            position: of the holder in the manifest; one past the last holder are the digests of the source.
         """
         part, place = self.manifest.digests[position], self.manifest.places_of_digests[position]
         count = places_of_digests(self.new)[position].nbytes // DIGEST_NBYTES
@@ -143,14 +143,14 @@ class Delta:
 
 
 class Changes:
-    """What changed in a weight file, by one delta. Thread-safe.
+    """The changes of a weight file in one delta. Thread-safe.
 
-    The delta's file is open only while it is read: a chain may have more deltas than a process may open files. What a
-    replaced file has in its place is found, because the index has the proof of each piece.
+    The delta's file is open only while it is read: a chain may have more deltas than a process may open files. If the
+    file is replaced meanwhile, that is detected: the index has a digest of each piece.
     """
 
     def __init__(self, delta: Delta, index: int, stored: DeltaFile) -> None:
-        """Read the index of what changed in a file, see `Delta.changes`. FormatError: it is damaged."""
+        """Read the index of the changes of a file, see `Delta.changes`. FormatError: it is damaged."""
         self._delta, self._nbytes, self._file = delta, stored.nbytes, delta.new.files[index]
         self._name = delta_name(self._file.name)
         self._where = delta.store.location(self._name)
@@ -160,15 +160,15 @@ class Changes:
 
     @property
     def header_digest(self) -> str | None:
-        """Proof of the header that the weight file has then; None: it does not change."""
+        """BLAKE3 digest of the weight file's new header; None: the header does not change."""
         return bytes(self.index.contents[0]).hex() if self.index.numbers[:1].tolist() == [0] else None
 
     def extent(self, piece: int) -> Extent:
-        """Where a piece is in the weight file."""
+        """Return the extent of a piece in the weight file."""
         return piece_of(self._file, self._delta.new.chunk_nbytes, piece)
 
     def read(self, first: int, end: int) -> Iterator[tuple[int, memoryview]]:
-        """Read the pieces from `first` to before `end` at once. Yield those that changed, as stored.
+        """Read the pieces from `first` to before `end` in one request; yield each changed piece, as stored.
 
         Raises:
             FormatError: one is damaged.
@@ -185,12 +185,12 @@ class Changes:
             yield piece, view
 
     def apply(self, stored: memoryview, target: memoryview) -> None:
-        """Change the bytes of a piece by what is stored of it. FormatError: it cannot be decoded."""
+        """Apply a stored change to the bytes of a piece. FormatError: it cannot be decoded."""
         with about(path=self._where, part=self._delta.part):
             xor_into(stored, target)
 
     def decode(self, stored: memoryview, nbytes: int) -> list[Elements]:
-        """The elements of a piece of so many bytes that change. FormatError: it cannot be decoded."""
+        """Return the elements that change in a piece of `nbytes` bytes. FormatError: the piece cannot be decoded."""
         with about(path=self._where, part=self._delta.part):
             return list(decode(stored, nbytes))
 
@@ -200,14 +200,14 @@ class Changes:
 
 
 def _read_extent(file: ReadableFile, place: Extent) -> bytes:
-    """Read bytes of a file that is as long as the manifest says: it bounds the memory that they take."""
+    """Read an extent of a file with a checked length: the length bounds the memory that is allocated."""
     content = bytearray(place.nbytes)
     file.read(place.offset, memoryview(content))
     return bytes(content)
 
 
 def is_delta(path: str | os.PathLike[str]) -> bool:
-    """Whether a folder, or what a URL names, is a delta."""
+    """Return True if the folder at a path or URL is a delta."""
     store = find_input(path)
     blob = find_manifest_blob(store)
     requires = None if blob is None else parse_object(blob, store.location(MANIFEST_NAME)).get("requires")
@@ -218,7 +218,7 @@ def read_deltas(paths: Paths, policy: Policy | None = None) -> Iterator[Delta]:
     """Read the manifests of deltas, one after the other.
 
     Args:
-        policy: whose signatures are wanted; None: nobody's.
+        policy: requires signatures of its signers; None: no signature is required.
     """
     found = [paths] if isinstance(paths, str | os.PathLike) else list(paths) if isinstance(paths, Iterable) else None
     if found is None:
@@ -235,12 +235,12 @@ def _part(position: int) -> str | None:
 
 
 def read_delta(store: Store, position: int = 0, policy: Policy | None = None) -> Delta:
-    """Read the manifest of a delta, and that of the checkpoint which it makes.
+    """Read the manifest of a delta, and that of the resulting checkpoint.
 
     Args:
         position: in a chain; see `Delta`.
-        policy: whose signature of the delta's manifest is wanted; None: nobody's. That proves all else: the base, the
-            result, and every piece.
+        policy: requires a signature of the delta's manifest by its signers; None: no signature is required. The
+            manifest proves everything else: the base, the result, and every piece.
     """
     where = store.location(MANIFEST_NAME)
     if policy is None:
@@ -271,14 +271,14 @@ def read_delta(store: Store, position: int = 0, policy: Policy | None = None) ->
 
 
 def signed_content(path: str, policy: Policy) -> str:
-    """Return the content that a signed folder has, or that a signed delta makes. Errors as of `prove_statement`."""
+    """Return the content of a signed folder, or of the result of a signed delta. Errors as of `prove_statement`."""
     if is_delta(path):
         return read_delta(find_input(path), policy=policy).manifest.makes
     return content_of(prove_statement(find_input(path), policy).blob)
 
 
 def names_of_delta(folder: Store) -> frozenset[str]:
-    """Names of all files of a delta, as its manifests name them."""
+    """Return the names of all files of a delta, from its manifests."""
     delta = read_delta(folder)
     manifest = delta.manifest
     digests = [CHANGED_DIGESTS_NAME] if manifest.places_of_digests[-1].end else []
@@ -290,7 +290,7 @@ def names_of_delta(folder: Store) -> frozenset[str]:
 
 
 def describe_delta(folder: Store) -> str:
-    """What a delta is, by its manifest, which is written last."""
+    """Describe a delta by its manifest, which is written last."""
     return f"a complete delta of {len(read_delta(folder).new.files)} files"
 
 
@@ -299,7 +299,7 @@ DELTA_OUTPUT = Replaceable(MANIFEST_NAME, describe_delta, names_of_delta)
 
 
 def with_deltas(base: Store, deltas: Iterable[Delta]) -> Store:
-    """What deltas, one after the other, make of a converted checkpoint: the base itself if there are none."""
+    """Return a converted checkpoint with deltas applied one after the other; the base itself if there are none."""
     found = iter(deltas)
     first = next(found, None)
     if first is None:
@@ -310,11 +310,11 @@ def with_deltas(base: Store, deltas: Iterable[Delta]) -> Store:
 
 
 def chained(deltas: Iterable[Delta], old: Manifest, content: str, before: str) -> Iterator[Delta]:
-    """Yield deltas, each of which applies to what the one before makes, and keeps its layout.
+    """Yield deltas, checking that each applies to the result of the previous one, and keeps its layout.
 
     Args:
-        old, content: the manifest that the first one applies to, and its content.
-        before: what that is, for messages.
+        old, content: the manifest of the first delta's base, and its content.
+        before: description of this base, for messages.
     """
     for delta in deltas:
         check_applies(delta, old, content, before)
@@ -336,10 +336,10 @@ def check_applies(delta: Delta, old: Manifest, content: str, before: str) -> Non
 
 @dataclass(frozen=True, slots=True)
 class RankState:
-    """What is known of one rank's tensors, which deltas change."""
+    """The known state of one rank's tensors, to which deltas are applied."""
 
     content: str
-    """Content of the checkpoint that they are of."""
+    """Content of the checkpoint with these tensors."""
     manifest: Manifest
     table: RankTable
     digests: bytes
@@ -347,10 +347,10 @@ class RankState:
 
     @staticmethod
     def of(store: Store, holder: int) -> RankState:
-        """The state of a rank, or of another holder, as a folder has it, or a folder and deltas.
+        """Return the state of a rank, or of another holder, in a folder, with or without deltas.
 
         Raises:
-            FormatError: it is damaged.
+            FormatError: the folder is damaged.
             PlanError: there is no such rank.
         """
         blob = read_manifest_blob(store)
@@ -363,18 +363,18 @@ class RankState:
 
     @property
     def by_name(self) -> dict[str, str]:
-        """The digest of each tensor."""
+        """Digest of each tensor, by its name."""
         return dict(zip(self.table.names, unpack_digests(self.digests), strict=True))
 
     def after(self, deltas: Sequence[Delta], before: str) -> RankState:
-        """The state after deltas, all of whose digests are proven.
+        """Return the state after deltas, with all digests verified.
 
         Args:
-            before: what is known of, for messages.
+            before: description of the checkpoint of this state, for messages.
 
         Raises:
             FormatError: a delta is damaged.
-            PlanError: one applies to another checkpoint.
+            PlanError: a delta applies to another checkpoint.
         """
         state, position = self, list(self.manifest.holders).index(self.table.rank)
         for delta in chained(deltas, self.manifest, self.content, before):
@@ -391,7 +391,7 @@ class RankState:
 
 @dataclass(frozen=True, slots=True)
 class DeltaStore(StoreOver):
-    """What deltas make of their base. Thread-safe. All bytes of weight files are proven when they are read."""
+    """A base with deltas applied. Thread-safe. All bytes of weight files are verified when they are read."""
 
     old: Manifest
     """The manifest of the base."""
@@ -399,7 +399,7 @@ class DeltaStore(StoreOver):
 
     @property
     def new(self) -> Manifest:
-        """The manifest of what the last delta makes. All between them have the same layout."""
+        """The manifest of the last delta's result. All intermediate results have the same layout."""
         return self.deltas[-1].new
 
     def __str__(self) -> str:
@@ -409,7 +409,7 @@ class DeltaStore(StoreOver):
         )
 
     def location(self, name: str) -> str:
-        if name in PACKED:  # What is wrong with it is a delta's fault: the base is proven first.
+        if name in PACKED:  # Faults in these files come from a delta: the base is verified first.
             return f"{self.deltas[-1].store}: {name} of the result"
         store, there = self._place(name)
         return store.location(there)
@@ -435,7 +435,7 @@ class DeltaStore(StoreOver):
         return blob
 
     def _check_side_file(self, name: str, blob: bytes) -> None:
-        """Compare a side file with its proof in the source record, where every byte is to be proven."""
+        """Compare a side file with its digest in the source record, for a policy that requires proof of all bytes."""
         sides = proofs_of_sides(read_record(self, self.new))
         if name != SIGNATURE_NAME and sides.get(name) != proof_hex(blob):
             raise FormatError("is not the file of the result", path=self.location(name), code="digest")
@@ -465,14 +465,14 @@ class DeltaStore(StoreOver):
             raise
 
     def _fill_packed(self, name: str, offset: int, view: memoryview) -> None:
-        """Fill memory with bytes of a file of digests: those of the base, and what deltas make of them."""
+        """Fill memory with bytes of a file of digests: those of the base, changed by the deltas."""
         nbytes = self._nbytes_of(name) or 0
         wanted = Extent(offset, view.nbytes).aligned(PROOF_NBYTES)
         whole = Extent(wanted.offset, min(wanted.end, nbytes) - wanted.offset)
         content = np.empty(whole.nbytes, np.uint8)
         with self.base.open(name, nbytes) as base:
             base.read(whole.offset, content.data)
-        # The parts that are read whole are compared with the base's proofs: so an error says where damage is.
+        # Parts that are read whole are compared with the base's digests: the error then locates the damage.
         for place, proof in parts_of_packed(self.old, name):
             if whole.offset <= place.offset and place.end <= whole.end:
                 part = content[place.offset - whole.offset : place.end - whole.offset]
@@ -484,11 +484,11 @@ class DeltaStore(StoreOver):
         view[:] = content[offset - whole.offset :][: view.nbytes].data
 
     def is_of_delta(self, error: FormatError) -> bool:
-        """Whether an error is of a file of a delta: then nothing says that the base is damaged."""
+        """Return True if an error is about a file of a delta: it is then no evidence of a damaged base."""
         return any(str(error.path).startswith((f"{delta.store}/", f"{delta.store}:")) for delta in self.deltas)
 
     def _nbytes_of(self, name: str) -> int | None:
-        """The length of a file that is made of base and deltas; None: it is stored as it is."""
+        """Return the length of a file that is computed from base and deltas; None: it is stored."""
         if name == MANIFEST_NAME:
             return len(self.deltas[-1].blob)
         if name in PACKED:
@@ -501,7 +501,7 @@ class DeltaStore(StoreOver):
         return self.deltas[-1].manifest.makes if index is None else self.new.files[index].tensors_digest
 
     def _place(self, name: str) -> tuple[Store, str]:
-        """Where a file is; of one that is made of base and deltas, what comes first of it."""
+        """Return the store and name of a file; for a computed file, those of its first stored component."""
         if name == MANIFEST_NAME:
             return self.deltas[-1].store, NEW_MANIFEST_NAME
         has = (delta.store for delta in reversed(self.deltas) if name in delta.manifest.others)
@@ -510,10 +510,10 @@ class DeltaStore(StoreOver):
 
 
 def change_digests(delta: Delta, name: str, content: npt.NDArray[np.uint8], start: int = 0) -> None:
-    """Change bytes of relayout.chunks or relayout.digests to what a delta makes of them.
+    """Apply a delta to bytes of relayout.chunks or relayout.digests.
 
     Args:
-        content: bytes from `start` on, which begin and end where a digest does.
+        content: bytes from `start` on; they begin and end at borders of digests.
     """
     is_chunks, new = name == CHUNKS_NAME, delta.new
     places = places_of_proofs(new.files, new.chunk_nbytes) if is_chunks else places_of_digests(new)
@@ -539,7 +539,7 @@ class _Changed(Closable):
     alignment = 1
 
     def __init__(self, made: DeltaStore, index: int) -> None:
-        """Open it, and make its header. FormatError: that is damaged, or of another file; or a delta is."""
+        """Open the base file, compute the new header. FormatError: a header or a delta is damaged or does not match."""
         self._file, self._chunk_nbytes = made.new.files[index], made.new.chunk_nbytes
         found = (delta.changes(index) for delta in made.deltas)
         with ExitStack() as stack:

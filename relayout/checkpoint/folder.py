@@ -1,4 +1,4 @@
-"""Tells the files of a checkpoint folder: config.json, shards of the model, what goes along, what is left out."""
+"""Classifies the files of a checkpoint folder: config.json, shards of the model, files to copy, files to leave out."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ _QUANTIZATION_FILES = {
     "quantize_config.json": ("gptq", None),
     "quant_config.json": ("awq", None),
 }
-"""Files that hold a quantization_config instead of config.json: (quantization method, key or None for the whole)."""
+"""Alternative files with quantization_config: (quantization method, key or None for the whole file)."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,7 +40,7 @@ class Config:
 
 
 def check_exists(store: Store) -> None:
-    """Raise MissingPathError if there is nothing at the store's own path or prefix."""
+    """Raise MissingPathError if nothing exists at the store's own path or prefix."""
     if store.kind() is Kind.NOTHING:
         raise MissingPathError(explain_missing(store), path=str(store))
 
@@ -56,7 +56,7 @@ def explain_missing(store: Store) -> str:
 
 
 def _similar(path: Path) -> str:
-    """Return the end of a message about a path that does not exist: a name beside it that is like it."""
+    """Return the end of a message about a path that does not exist: a similar name in the same folder."""
     try:
         with os.scandir(path.parent) as listed:
             names = [entry.name for entry in islice(listed, _MAX_GLANCED) if entry.name[0] != "."]
@@ -66,7 +66,10 @@ def _similar(path: Path) -> str:
 
 
 def refuse_incomplete(folder: Store, names: Iterable[str]) -> None:
-    """Raise an error for a folder without a manifest that has a part of an output, and is no plain checkpoint."""
+    """Raise an error for an incomplete output: a folder with some output files, but no manifest.
+
+    Rank files without a manifest are not a plain checkpoint either.
+    """
     refuse_unfinished(folder)
     if any(map(RANK_FILE.fullmatch, names)):
         what = (
@@ -126,30 +129,30 @@ _ADVICE = {
     **dict.fromkeys((".bin", ".pt", ".pth", ".ckpt"), _TO_SAVE),
     ".gguf": f"convert the safetensors files it was made from, or, with from_pretrained(gguf_file=...), {_TO_SAVE}",
 }
-"""What to do with a folder that has weights of another format only, by their suffix."""
+"""Advice for a folder that has only weights of another format, by their suffix."""
 _WEIGHT_SUFFIXES = frozenset(
     {".safetensors", ".bin", ".pt", ".pth", ".ckpt", ".h5", ".msgpack", ".gguf", ".ggml", ".onnx", ".npz", ".npy"}
     | {".tflite", ".mlmodel", ".ot"}
 )
 _INDEX_SUFFIX = ".index.json"
 _MAX_FOLDERS = 16
-"""The most folders that a message lists."""
+"""Maximum number of folders that a message lists."""
 _SNAPSHOT = re.compile(r"(.+/)?snapshots/[^/]+")
-"""The folder of a snapshot in the hub's cache, seen from a folder above it."""
+"""The folder of a snapshot in the hub's cache, relative to a folder above it."""
 _TO_SNAPSHOTS = re.compile(r"([^/]+/)?snapshots(/[^/]+)?")
 """The folders between a hub cache, or a repository in it, and the files of its snapshots."""
 _MAX_GLANCED = 2000
-"""How much of a folder that is no checkpoint is looked at, to say what it is instead."""
+"""Maximum number of entries that are listed of a folder that is not a checkpoint, to identify its content."""
 
 
 def glance(root: Store) -> list[Entry]:
-    """Return some entries of a folder that is no checkpoint, of its subfolders, and of snapshots of the hub in it."""
+    """Return some entries of a folder that is not a checkpoint, of its subfolders, and of hub snapshots in it."""
 
     def is_near(folder: str) -> bool:
         return folder != "blobs" and ("/" not in folder or _TO_SNAPSHOTS.fullmatch(folder) is not None)
 
     entries: list[Entry] = []
-    with suppress(OSError):  # What cannot be listed is not what is wrong.
+    with suppress(OSError):  # A listing error would hide the actual problem.
         entries.extend(islice(root.walk(is_near), _MAX_GLANCED))
     return entries
 
@@ -170,7 +173,7 @@ def choose_shards(root: Store, names: Sequence[str]) -> tuple[list[str], list[st
 
 
 def other_shards(name: str) -> list[str]:
-    """What a single file leaves out: the rest of the numbered set that it belongs to."""
+    """Return a text about the rest of the numbered set that a single file belongs to; empty if there is no rest."""
     match = _NUMBERED.fullmatch(name)
     if match is None or int(match["count"]) == 1:
         return []
@@ -205,7 +208,7 @@ def _check_set(root: Store, first: re.Match[str], numbers: set[int]) -> None:
 
 
 def check_name(root: Store, name: str) -> None:
-    """Raise PlanError unless a file name is UTF-8: the source record, which has it, is JSON."""
+    """Raise PlanError unless a file name is UTF-8: the source record contains it, and is JSON."""
     try:
         name.encode()
     except UnicodeEncodeError:
@@ -214,7 +217,7 @@ def check_name(root: Store, name: str) -> None:
 
 
 def advice_without_shards(entries: Sequence[Entry]) -> str:
-    """Advice if subfolders contain weights, as in a diffusers pipeline, or weights are stored otherwise."""
+    """Return advice if subfolders contain weights, as in a diffusers pipeline, or weights have another format."""
     if snapshots := advice_on_snapshots(entries):
         return snapshots
     converted = _converted_folders(entries)
@@ -234,7 +237,7 @@ def advice_without_shards(entries: Sequence[Entry]) -> str:
 
 
 def advice_on_snapshots(entries: Iterable[Entry]) -> str:
-    """Advice for a folder above snapshots, as in the hub's cache: these are the checkpoints. Empty for another one."""
+    """Return the advice to name a snapshot, for a folder above snapshots, as in the hub's cache; else empty."""
     folders = {entry.name.rpartition("/")[0] for entry in entries if not entry.is_folder}
     found = sorted(name for name in folders if _SNAPSHOT.fullmatch(name))
     return f"; name a snapshot in it: {_first_of(found)}" if found else ""
@@ -245,7 +248,7 @@ def _first_of(folders: Sequence[str]) -> str:
 
 
 def _converted_folders(entries: Sequence[Entry]) -> set[str]:
-    """Subfolders that are converted checkpoints."""
+    """Return the subfolders that are converted checkpoints."""
     return {entry.name.rpartition("/")[0] for entry in entries if entry.name.endswith("/" + MANIFEST_NAME)}
 
 
@@ -254,10 +257,10 @@ WEIGHTS_OF_TRANSFORMERS = "transformers_weights"
 
 
 def chosen_by_transformers(root: Store, names: Sequence[str], config: Mapping[str, Any]) -> str | None:
-    """The file or index of a folder that transformers loads; None if that is what engines load, too.
+    """Return the file or index of a folder that transformers loads; None if engines load the same.
 
-    transformers takes the file that config.json names, else model.safetensors, and only then the index, with which
-    engines begin (vLLM and SGLang, `filter_duplicate_safetensors_files`).
+    transformers takes the file that config.json names, else model.safetensors, and only then the index. Engines begin
+    with the index (vLLM and SGLang, `filter_duplicate_safetensors_files`).
     """
     named = config.get(WEIGHTS_OF_TRANSFORMERS)
     if named is None:
@@ -269,7 +272,7 @@ def chosen_by_transformers(root: Store, names: Sequence[str], config: Mapping[st
 
 
 def find_index(root: Store, names: list[str]) -> str | None:
-    """The name of the index, or None. PlanError: there are several, none of them with the usual name."""
+    """Return the name of the index, or None; raise PlanError if there are several without the usual name."""
     if HUB_INDEX_NAME in names:
         return HUB_INDEX_NAME
     others = [name for name in names if name.endswith(".safetensors" + _INDEX_SUFFIX) and name[0] != "."]
@@ -283,20 +286,20 @@ def find_index(root: Store, names: list[str]) -> str | None:
 
 @dataclass(frozen=True, slots=True)
 class SideFiles:
-    """What lies beside and below the weights of a checkpoint folder."""
+    """All files next to and below the weights of a checkpoint folder."""
 
     kept: tuple[str, ...] = ()
     """Files that a conversion copies unread, as paths relative to the folder."""
     left_out: tuple[str, ...] = ()
-    """Files and folders that it does not copy, each with the reason, as text for the user."""
+    """Files and folders that a conversion does not copy, each with the reason, as text for the user."""
 
 
 def find_side_files(root: Store) -> SideFiles:
-    """List what lies beside the weights, also in subfolders.
+    """List the files next to the weights, also in subfolders.
 
     Raises:
         FormatError: a file cannot be read; or there are more files, or deeper folders, than a listing may have.
-        PlanError: a file that goes along names one that does not.
+        PlanError: a copied file names one that is not copied.
     """
     entries = sorted(root.walk(lambda folder: _why_folder_stays(folder) is None), key=lambda one: one.name.split("/"))
     kept, left_out = [], dict[str, str]()
@@ -322,7 +325,7 @@ _FOLDERS_THAT_STAY = {
     **dict.fromkeys(("wandb", "runs", "mlruns", "lightning_logs", "tensorboard"), "the logs of a training"),
     "__pycache__": "compiled from the .py files",
 }
-"""Folders at the top level whose files do not go along. `original` is that of Meta's repositories on the hub."""
+"""Top-level folders with files that are not copied. `original` is that of Meta's repositories on the hub."""
 _CHECKPOINT_OF_TRAINING = re.compile(r"(checkpoint-|global_step)[0-9]+")
 """The names of transformers' Trainer and of DeepSpeed."""
 _OWN_WEIGHTS = re.compile(
@@ -337,7 +340,7 @@ _TRAINING_FILES = re.compile(r"(optimizer|scheduler|scaler|rng_state|training_ar
 
 
 def _why_folder_stays(name: str) -> str | None:
-    """Why no file of a folder goes along with the model; None if its files do."""
+    """Return the reason why no file of a folder is copied with the model; None if its files are copied."""
     if _HUB_CACHE.fullmatch(name):
         return "a repository in a cache of the hub"
     if "/" in name:
@@ -346,9 +349,9 @@ def _why_folder_stays(name: str) -> str | None:
 
 
 def _why_file_stays(name: str) -> str | None:
-    """Why a file does not go along with the model; None if it does.
+    """Return the reason why a file is not copied with the model; None if it is copied.
 
-    What lies in a subfolder is a part of the model that its own code or another file names: the modules of
+    Weights in a subfolder are parts of the model that its own code or another file names: the modules of
     sentence-transformers, adapters, a speech tokenizer. At the top level the model's weights are often published, or
     left by a training, a second time.
     """
@@ -357,7 +360,7 @@ def _why_file_stays(name: str) -> str | None:
         return "a name reserved for relayout"
     if "/" in name or not (suffix in _WEIGHT_SUFFIXES or name.endswith(_INDEX_SUFFIX)):
         return None
-    if suffix == ".safetensors":  # FORMAT.md, section 2: there is no other at the top level of an output.
+    if suffix == ".safetensors":  # FORMAT.md, section 2: an output has no others at the top level.
         return "weights that are not part of the model"
     if name.endswith(_INDEX_SUFFIX) or suffix in _OTHER_FORMATS or _OWN_WEIGHTS.fullmatch(name):
         return _OTHER_FORMAT
@@ -365,12 +368,12 @@ def _why_file_stays(name: str) -> str | None:
 
 
 def _is_part(name: str) -> bool:
-    """Whether reading the checkpoint itself already decides about a file."""
+    """Return True if reading the checkpoint itself already decides about a file."""
     return "/" not in name and name.endswith((".safetensors", _INDEX_SUFFIX))
 
 
 def _is_readable(root: Store, name: str) -> bool:
-    """Check that a local file can be opened; False if it does not exist any more."""
+    """Check that a local file can be opened; return False if it no longer exists."""
     if root.cost.is_remote:
         return True
     file = if_there(lambda: root.open(name))
@@ -380,14 +383,14 @@ def _is_readable(root: Store, name: str) -> bool:
 
 
 def _with_size(root: Store, name: str, reason: str) -> str:
-    """A reason, with the size of a weight file that is left out."""
+    """Return a reason, with the size if the file has weights that are left out."""
     is_weights = reason in (_OTHER_FORMAT, _TRAINING_STATE) and PurePosixPath(name).suffix in _WEIGHT_SUFFIXES
     status = root.stat(name) if is_weights else None
     return reason if status is None else f"{reason} ({status.nbytes:,} bytes)"
 
 
 def _check_named(root: Store, kept: Sequence[str], left_out: Mapping[str, str]) -> None:
-    """Raise PlanError if a file that goes along names one that does not."""
+    """Raise PlanError if a copied file names one that is not copied."""
     named = {_MODULES_NAME: _module_folders(root)} if _MODULES_NAME in kept else {}
     for file in kept:
         above, _, name = file.rpartition("adapter_config.json")
@@ -401,22 +404,22 @@ def _check_named(root: Store, kept: Sequence[str], left_out: Mapping[str, str]) 
 
 
 ADAPTER_WEIGHTS = "adapter_model.safetensors"
-"""The name of an adapter's file of weights, as PEFT writes it (`peft/utils/constants.py`)."""
+"""The name of an adapter's weight file, as PEFT writes it (`peft/utils/constants.py`)."""
 _MODULES_NAME = "modules.json"
 
 
 def _module_folders(root: Store) -> set[str]:
-    """The folders of the modules of a sentence-transformers model; empty if the file is not a list of modules."""
+    """Return the folders of a sentence-transformers model's modules; empty if the file is not a list of modules."""
     try:
         modules = json.loads(decode(root.read(_MODULES_NAME, _MAX_CONFIG_NBYTES)))
-    except (FormatError, ValueError, RecursionError):  # An engine that reads the file says what is wrong with it.
+    except (FormatError, ValueError, RecursionError):  # An engine that reads the file raises the error.
         return set()
     places = (one.get("path") for one in modules if isinstance(one, dict)) if isinstance(modules, list) else ()
     return {place.strip("/") for place in places if isinstance(place, str) and place.strip("/")}
 
 
 def _without_converted(entries: Sequence[Entry]) -> Iterator[Entry]:
-    """The entries, with one refused entry in place of each subfolder that is a converted checkpoint."""
+    """Yield the entries, with one refused entry in place of each subfolder that is a converted checkpoint."""
     converted = _converted_folders(entries)
     reported: set[str] = set()
     for entry in entries:

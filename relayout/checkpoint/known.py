@@ -1,13 +1,13 @@
-"""Digests that are known of the files of a plain checkpoint, without a network: who states them, and where.
+"""Finds the known digests of a plain checkpoint's files without a network, and the origin of each.
 
-A digest that a folder states of itself proves that no byte was damaged since it was stated. It does not prove who wrote
-the bytes: whoever can write to the folder can write another digest. A signature under a policy proves that.
+A digest stored in the checkpoint's own folder proves that no byte was damaged since the digest was written. It does not
+prove who wrote the bytes: a writer of the folder can replace the digest, too. A signature under a policy proves that.
 
 - The cache of the hub (`models--ORG--NAME/snapshots/COMMIT`): the name of a file's blob is its hash.
 - `hf download --local-dir`: `.cache/huggingface/download/NAME.metadata` has the hash of the file (huggingface_hub 2.4,
-  `_local_folder.py`). As there, a file that was modified since it was downloaded has none.
+  `_local_folder.py`). As there, the hash of a file that was modified since its download is ignored.
 - SHA256SUMS: the lines of `sha256sum`, also with `--tag`.
-- model.sig, where there is a policy.
+- model.sig, if there is a policy.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ _DOWNLOADS = ".cache/huggingface/download"
 _MAX_SUMS_NBYTES = 16 * 2**20
 _MAX_METADATA_NBYTES = 2**16
 _SLACK_SECONDS = 1.0
-"""A file may seem so much younger than its metadata: what `_local_folder.py` allows for inexact times."""
+"""Seconds by which a file may seem younger than its metadata; `_local_folder.py` allows this for inexact times."""
 _HASH = re.compile(r"[0-9a-f]{40}|[0-9a-f]{64}")
 _GNU = re.compile(r"(\\?)([0-9a-fA-F]{64}) [ *](.+)")
 _TAGGED = re.compile(r"(\\?)SHA256 \((.+)\) = ([0-9a-fA-F]{64})")
@@ -42,18 +42,18 @@ _ESCAPED = {"n": "\n", "r": "\r", "\\": "\\"}
 
 
 def known_digests(folder: Store, names: Iterable[str]) -> list[FileDigest]:
-    """Find the digests that a folder's own files and links state, without a signature. Reads no weights.
+    """Find the digests that a folder's own files and links contain, without a signature. Reads no weights.
 
     Args:
         folder: the folder of a plain checkpoint.
-        names: its files, as paths in it. SHA256SUMS may list others.
+        names: its files, as paths in the folder. SHA256SUMS may list more.
 
     Raises:
-        FormatError: SHA256SUMS is not what `sha256sum` writes, or lists a path outside of the folder.
+        FormatError: SHA256SUMS is not an output of `sha256sum`, or lists a path outside of the folder.
         OSError: reading failed.
     """
     found = []
-    if folder.path("") is not None:  # Neither a link nor hidden files are in other stores.
+    if folder.path("") is not None:  # Other stores have neither links nor hidden files.
         found = [one for name in names for one in (_of_cache(folder, name), _of_download(folder, name)) if one]
     return [*found, *_of_sums(folder)]
 
@@ -72,14 +72,14 @@ def _of_download(folder: Store, name: str) -> FileDigest | None:
         blob = folder.read(f"{_DOWNLOADS}/{name}.metadata", _MAX_METADATA_NBYTES)
         _, value, since = blob.decode().split("\n")[:3]
         is_older = path.stat().st_mtime - _SLACK_SECONDS <= float(since)
-    except (FormatError, OSError, ValueError):  # No metadata, or none that the hub's library would take.
+    except (FormatError, OSError, ValueError):  # No metadata, or invalid for the hub's library.
         return None
     value = value.strip()
     return FileDigest(name, _tagged(value), "hub download") if is_older and _HASH.fullmatch(value) else None
 
 
 def _tagged(value: str) -> str:
-    """A hash of the hub with the name of its algorithm."""
+    """Return a hash of the hub with the name of its algorithm."""
     return f"{'sha256' if len(value) == 64 else 'git-sha1'}:{value}"
 
 
@@ -92,7 +92,7 @@ def parse_sums(blob: bytes, where: str) -> Iterator[FileDigest]:
     """Parse the output of `sha256sum` (GNU coreutils, "cksum output modes").
 
     Raises:
-        FormatError: a line is something else, a path leads out of the folder, or a file is listed twice.
+        FormatError: a line has another form, a path leads out of the folder, or a file is listed twice.
     """
     listed: dict[str, str] = {}
     with about(path=where):
@@ -120,12 +120,12 @@ def parse_sums(blob: bytes, where: str) -> Iterator[FileDigest]:
 def to_hash(
     folder: Store, known: FileDigest, nbytes: int, *, extents: list[Extent] | None = None, version: str | None = None
 ) -> HashedFile:
-    """Describe a file whose digest is to be compared, for `hash_files`: its last hash is that of the whole file.
+    """Describe a file for `hash_files`, to compare its digest: the last returned hash is that of the whole file.
 
     Args:
-        known: the digest, whose algorithm decides which hash that is.
-        nbytes: length of the file; if it has another one, reading raises FormatError.
-        extents: extents whose XXH3-128 is wanted, too, in rising order.
+        known: the known digest; its algorithm is used for the whole file.
+        nbytes: expected length of the file; if it differs, reading raises FormatError.
+        extents: extents to hash with XXH3-128 in addition, in rising order.
         version: `FileStat.version` of the file; None: any.
     """
     opened = partial(folder.open, known.name, nbytes, access=Access.ONCE, version=version)
@@ -133,7 +133,7 @@ def to_hash(
 
 
 def grouped(known: Iterable[FileDigest]) -> list[list[FileDigest]]:
-    """Put equal digests of one file together, of which one hash decides."""
+    """Group equal digests of one file, so that one hash decides all of them."""
     groups: dict[tuple[str, str], list[FileDigest]] = {}
     for one in known:
         groups.setdefault((one.name, one.digest), []).append(one)
@@ -141,13 +141,13 @@ def grouped(known: Iterable[FileDigest]) -> list[list[FileDigest]]:
 
 
 def differs(known: FileDigest, found: str) -> str:
-    """The message where a file has another hash than the known one."""
+    """Return the message for a file with a hash that differs from the known one."""
     algorithm = known.digest.partition(":")[0]
     return f"{algorithm} is {found}, {hex_of(known)} by {known.by}: damaged, or replaced; download it again"
 
 
 def hex_of(known: FileDigest) -> str:
-    """The digest without the name of its algorithm."""
+    """Return the digest without the name of its algorithm."""
     return known.digest.partition(":")[2]
 
 

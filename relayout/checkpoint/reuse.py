@@ -1,20 +1,21 @@
-"""Bytes of a new converted checkpoint that an older one already has: a plan, and reads that are proven.
+"""Bytes of a new converted checkpoint that an older one already has: a plan, and verified reads.
 
-Copying a new version of a model sends every byte again, although most of them often lie where the copy is made: frozen
-layers of a fine-tune, all rows of a vocabulary but the new ones, another degree of the same model.
+Copying a new version of a model sends every byte again, although the destination often has most of them: frozen layers
+of a fine-tune, all rows of a vocabulary but the new ones, another degree of the same model.
 
-The plan is made of the two indexes alone, without reading a weight. A range of a new file is expected in an older file
-if one of these holds, in this order:
+The plan comes from the two indexes alone, without reading a weight. A range of a new file is expected in an older file
+under one of these conditions, in this order:
 
-1. A chunk has the same proof. Chunks lie on a fixed grid, so this finds what did not move in its file.
-2. A slice has the same digest and length. This finds what moved, because something in front of it changed its size.
+1. A chunk has the same BLAKE3 digest. Chunks lie on a fixed grid, so this finds bytes at an unchanged offset in their
+   file.
+2. A slice has the same digest and length. This finds bytes that moved, because data before them changed its size.
 3. A tensor of the same name and dtype has rows of the same shape, but other slices: it grew, or it is cut for another
    degree. Equal bytes of the two whole tensors are then at equal offsets, if rows were only appended.
 
 **The plan is a guess, and proves nothing.** The older folder may be damaged, may change while it is read, and its index
-may be wrong or hostile. So `Reuse.fill` compares each chunk that has bytes of the older folder with the digest that the
-new checkpoint has of it, in the memory that is then written. If the digest differs, or the older folder cannot be read,
-the whole chunk comes from the source. Nothing is ever linked or moved: the older folder is only read.
+may be wrong or hostile. So `Reuse.fill` compares each chunk that has bytes of the older folder with the chunk's digest
+in the new checkpoint, in the memory that is then written. If the digest differs, or the older folder cannot be read,
+the whole chunk comes from the source. No file is linked or moved: the older folder is only read.
 """
 
 from __future__ import annotations
@@ -41,18 +42,18 @@ from relayout.storage.stores import Access, Closable, ReadableFile, Store
 from relayout.storage.system import Buffer
 
 _MIN_NBYTES = 2**16
-"""Shorter ranges are not taken: each is a request of its own, and cuts a request to the source in two."""
+"""Minimum bytes of a range: each range is a request of its own, and splits a request to the source."""
 
 Numbers: TypeAlias = npt.NDArray[np.int64]
 Place: TypeAlias = tuple[int, int]
 """Number of an older file, and an absolute offset in it."""
 Tensor: TypeAlias = tuple[str, str, tuple[int, ...]]
-"""Name, dtype, and shape of a row. Tensors that agree in these may have equal rows at equal offsets."""
+"""Name, dtype, and shape of a row. Tensors with equal values may have equal rows at equal offsets."""
 
 
 @dataclass(frozen=True, slots=True, order=True)
 class Taken:
-    """A range of a new file whose bytes an older file is expected to contain."""
+    """A range of a new file with bytes that an older file is expected to contain."""
 
     extent: Extent
     """The range of the new file."""
@@ -76,11 +77,11 @@ class Taken:
 
 @dataclass(frozen=True, slots=True)
 class Contents:
-    """What the index of a converted checkpoint says of the bytes in its weight files."""
+    """The index of a converted checkpoint: all digests of the bytes in its weight files."""
 
     manifest: Manifest
     proofs: Mapping[int, bytes]
-    """The proofs of the chunks of each file, as stored, by file number. Only these files are planned, or taken from."""
+    """Stored BLAKE3 digests of the chunks of each file, by file number. Only these files are planned or taken from."""
     tables: Mapping[int, RankTable]
     """The table of each holder of these files."""
     digests: Mapping[int, bytes]
@@ -107,7 +108,7 @@ class _Pieces:
     sizes: Numbers
     """Bytes of each piece."""
     keys: Numbers
-    """The first bytes of each digest."""
+    """The first 8 bytes of each digest, as an integer."""
 
     def over(self, extent: Extent) -> Iterator[tuple[int, Extent]]:
         """Yield the pieces with bytes in an extent of the file, by position, and these bytes."""
@@ -120,7 +121,7 @@ class _Pieces:
 
 
 def _keys(packed: bytes, width: int) -> Numbers:
-    """Return the first 8 bytes of each digest. More would prove nothing: what is found is proven when it is read."""
+    """Return the first 8 bytes of each digest; longer keys are not needed, as reads are verified."""
     digests = np.frombuffer(packed, np.uint8).reshape(-1, width)
     return np.ascontiguousarray(digests[:, :8]).view(np.int64).reshape(-1)
 
@@ -137,7 +138,7 @@ class _Slices:
 
     table: RankTable
     rows: range
-    """Their rows in the table."""
+    """The slices' rows in the table."""
     pieces: _Pieces
 
     def tensor(self, position: int) -> tuple[Tensor, TensorKind]:
@@ -148,9 +149,9 @@ class _Slices:
 
 
 def _slices_in(contents: Contents) -> dict[int, _Slices]:
-    """Return the slices in each file, by file number. One holder counts: all that list a file have the same there.
+    """Return the slices in each file, by file number, from one holder: all holders that list a file agree on them.
 
-    A file of whole tensors has none, unless their table is among the contents.
+    A file of whole tensors has none, unless the table of whole tensors is among the contents.
     """
     found: dict[int, _Slices] = {}
     manifest = contents.manifest
@@ -180,7 +181,7 @@ class _Older:
         self._order = np.argsort(self._keys, kind="stable")
 
     def find(self, pieces: _Pieces) -> list[Place | None]:
-        """Return where each of these pieces lies; None: nowhere."""
+        """Return the location of each of these pieces; None: not found."""
         if not len(self._keys):
             return [None] * len(pieces.keys)
         nearest = np.searchsorted(self._keys, pieces.keys, sorter=self._order)
@@ -198,8 +199,8 @@ def plan_reuse(new: Contents, old: Contents) -> dict[int, list[Taken]]:
     """Plan which ranges of new files are taken from older files. Pure.
 
     Returns:
-        By number of the new file: ranges in rising order, without overlap, each as long as possible. A header that is
-        taken is taken whole.
+        By number of the new file: ranges in rising order, without overlap, each as long as possible. A header is taken
+        whole or not at all.
     """
     slices, older_slices = _slices_in(new), _slices_in(old)
     same_grid = new.manifest.chunk_nbytes == old.manifest.chunk_nbytes
@@ -207,7 +208,7 @@ def plan_reuse(new: Contents, old: Contents) -> dict[int, list[Taken]]:
     known_slices = _Older({number: found.pieces for number, found in older_slices.items()})
     taken: dict[int, list[Taken]] = {}
     left: list[tuple[int, int, Extent]] = []
-    """New file, position of a slice in it, and bytes of it that no chunk or slice of an older file has."""
+    """New file, position of a slice in it, and bytes of the slice that match no chunk or slice of an older file."""
     for number in new.proofs:
         file = new.manifest.files[number]
         body = Extent(file.data_start, file.nbytes - file.data_start)
@@ -223,7 +224,7 @@ def plan_reuse(new: Contents, old: Contents) -> dict[int, list[Taken]]:
 
 
 def _equal(pieces: _Pieces, known: _Older, wanted: Iterable[Extent]) -> tuple[list[Taken], list[tuple[int, Extent]]]:
-    """Divide wanted extents of a file into what older files have by digest, and the rest, by position of the piece."""
+    """Split extents of a file into ranges that older files have by digest, and the rest, by position of the piece."""
     places, taken, left = known.find(pieces), list[Taken](), list[tuple[int, Extent]]()
     for extent in wanted:
         for position, part in pieces.over(extent):
@@ -235,25 +236,25 @@ def _equal(pieces: _Pieces, known: _Older, wanted: Iterable[Extent]) -> tuple[li
 
 
 def _equal_head(new: Contents, number: int, old: Contents) -> list[Taken]:
-    """Take the header from an older file that has the same, by its digest in the manifest."""
+    """Take the header from an older file with the same header digest in its manifest."""
     file = new.manifest.files[number]
     same = (one for one in old.proofs if old.manifest.files[one].header_digest == file.header_digest)
     return [Taken(Extent(0, file.data_start), one, 0) for one in same][:1]
 
 
 def _gaps(extent: Extent, taken: Sequence[Taken]) -> list[Extent]:
-    """Return what is left of an extent that ranges, in rising order, are taken from."""
+    """Return the parts of an extent that are in none of the taken ranges, which are in rising order."""
     ends = [extent.offset, *(one.extent.end for one in taken)]
     starts = [*(one.extent.offset for one in taken), extent.end]
     return [Extent(end, start - end) for end, start in zip(ends, starts, strict=True) if start > end]
 
 
 class _Wholes:
-    """Where bytes of whole tensors lie in older files."""
+    """Locations of whole tensors' bytes in older files."""
 
     def __init__(self, older: Mapping[int, _Slices], tensors: Collection[Tensor]) -> None:
         self._pieces: dict[Tensor, dict[Extent, Place]] = {}
-        """The bytes of each of these tensors that are contiguous in a file, and where they are."""
+        """The contiguous byte ranges of each requested tensor that are in a file, and their locations."""
         self._known: set[tuple[Tensor, tuple[int, ...], Slice]] = set()
         """The slices that the older files have."""
         for number, in_file in older.items() if tensors else ():
@@ -268,9 +269,9 @@ class _Wholes:
                         self._pieces.setdefault(tensor, {}).setdefault(Extent(run.source, run.nbytes), place)
 
     def find(self, in_file: _Slices, position: int, extent: Extent) -> Iterator[Taken]:
-        """Yield where older files may have bytes of a slice; `extent` is in the new file.
+        """Yield the ranges of a slice that older files may have; `extent` is in the new file.
 
-        Nothing, if they have the very same slice: its digest differs.
+        Yields nothing if they have exactly this slice: its digest is known to differ.
         """
         tensor, kind = in_file.tensor(position)
         if (tensor, kind.source_shape, kind.part) in self._known:
@@ -282,7 +283,7 @@ class _Wholes:
                 yield from self._over(tensor, here)
 
     def _over(self, tensor: Tensor, wanted: Taken) -> Iterator[Taken]:
-        """Yield where the pieces of a tensor lie; `wanted.offset` is in the whole tensor."""
+        """Yield the ranges that pieces of a tensor cover; `wanted.offset` is in the whole tensor."""
         shift, done, end = wanted.extent.offset - wanted.offset, wanted.offset, wanted.offset + wanted.extent.nbytes
         for piece, (file, offset) in sorted(self._pieces.get(tensor, {}).items()):
             low, high = max(done, piece.offset), min(end, piece.end)
@@ -292,7 +293,7 @@ class _Wholes:
 
 
 def _worthwhile(new: Contents, number: int, taken: Iterable[Taken]) -> Iterator[Taken]:
-    """Join ranges that are neighbors in both files; leave out short ones, unless they save all of a chunk."""
+    """Join ranges that are neighbors in both files; leave out short ones, unless they cover a whole chunk."""
     joined: list[Taken] = []
     for one in sorted(taken):
         if joined and joined[-1].is_before(one):
@@ -309,35 +310,35 @@ def _worthwhile(new: Contents, number: int, taken: Iterable[Taken]) -> Iterator[
 
 
 class Reuse(Closable):
-    """Fills chunks of new files with bytes that an older folder has, and proves them. Thread-safe."""
+    """Fills chunks of new files with bytes of an older folder, and verifies the chunks. Thread-safe."""
 
     def __init__(self, new: Contents, older: Store, old: Contents) -> None:
-        """Plan what is taken; `older` is the folder of the index `old`."""
+        """Plan the ranges to take; `older` is the folder of the index `old`."""
         self._new, self._older, self._old = new, older, old
         self._plan = plan_reuse(new, old)
         self._starts = {number: [one.extent.offset for one in found] for number, found in self._plan.items()}
         self._files = OpenFiles(self._open)
         self._lock = threading.Lock()
         self._lost: set[int] = set()
-        """Older files that could not be read: no chunk waits for them again."""
+        """Older files that could not be read; they are not tried again."""
         self.nbytes = 0
-        """Bytes of the older folder that were proven and used so far."""
+        """Bytes of the older folder that were verified and used so far."""
 
     def fill(
         self, number: int, extent: Extent, view: memoryview, scratch: Buffer, rest: Callable[[Extent, memoryview], None]
     ) -> bool:
-        """Fill memory with a chunk of a new file, or its header, if older files have bytes of it.
+        """Fill memory with a chunk of a new file, or its header, if older files have some of its bytes.
 
         Args:
             number: of the new file.
-            extent: of the chunk or header. Of a part of one, nothing is taken, as it has no digest.
-            view: for its bytes.
+            extent: of the chunk or header. For a part of a chunk nothing is taken, as it has no digest.
+            view: memory for the bytes.
             scratch: memory for a read that direct I/O cannot place.
             rest: reads another extent of the new file from its source.
 
         Returns:
-            True: `view` has the bytes, which have the digest that the new checkpoint's index has of them. False: its
-            content is undefined, and all of it is to be read from the source.
+            True: `view` has the bytes, verified by the digest in the new checkpoint's index. False: the content of
+                `view` is undefined, and the caller must read all of it from the source.
         """
         proof, found = self._find_proof(number, extent), self._within(number, extent)
         if proof is None or not found:
@@ -357,10 +358,10 @@ class Reuse(Closable):
     def fill_chunks(
         self, number: int, extent: Extent, view: memoryview, scratch: Buffer, rest: Callable[[Extent, memoryview], None]
     ) -> list[Extent]:
-        """Fill memory with those of neighboring chunks that older files have bytes of; arguments as of `fill`.
+        """Fill memory with those neighboring chunks that older files partly or fully have; arguments as of `fill`.
 
         Returns:
-            The chunks that are to be read from the source and proven by the caller, neighbors joined.
+            The chunks that the caller must read from the source and verify, neighbors joined.
         """
         file, left = self._new.manifest.files[number], list[Extent]()
         for _, chunk, part in chunks_over(extent, file.data_start, file.nbytes, self._new.manifest.chunk_nbytes):
@@ -380,7 +381,7 @@ class Reuse(Closable):
         return [part for one in near if (part := one.inside(extent)) is not None]
 
     def _find_proof(self, number: int, extent: Extent) -> str | None:
-        """Return the proof of a chunk or header; None if the extent is neither."""
+        """Return the BLAKE3 digest of a chunk or header; None if the extent is neither."""
         file, step = self._new.manifest.files[number], self._new.manifest.chunk_nbytes
         if extent == Extent(0, file.data_start):
             return file.header_digest
@@ -402,7 +403,8 @@ class Reuse(Closable):
                 read_into(opened, Extent(taken.offset, taken.extent.nbytes), view, scratch)
         except (FormatError, OSError) as error:
             with self._lock:
-                # A file may be damaged alone. A drive or server that fails would let each chunk wait.
+                # A FormatError concerns one file. A failing drive or server would delay each chunk, so all files are
+                # given up.
                 self._lost |= {taken.file} if isinstance(error, FormatError) else self._old.proofs.keys()
             getLogger("relayout").warning("relayout: not reused, and copied from the source: %s", error)
             return False

@@ -1,4 +1,4 @@
-"""Makes signatures, in the format of OpenSSF Model Signing, by the package model-signing."""
+"""Makes signatures, in the format of OpenSSF Model Signing, with the package model-signing."""
 
 from __future__ import annotations
 
@@ -19,14 +19,14 @@ def signer_of(
     certificate: str | os.PathLike[str] | None,
     chain: Sequence[str | os.PathLike[str]],
 ) -> Any:
-    """What signs: a `model_signing.signing.Config`."""
+    """Return the signer: a `model_signing.signing.Config`."""
     if chain and certificate is None:
         raise PlanError("--chain needs --certificate", code="option")
     try:
         from model_signing.signing import Config as AnyConfig
     except ImportError:
         raise package_missing() from None
-    Config: Any = AnyConfig  # Whose methods have no types.
+    Config: Any = AnyConfig  # Its methods have no types.
     try:
         if certificate is None:
             return Config().use_elliptic_key_signer(private_key=key)
@@ -35,14 +35,14 @@ def signer_of(
         )
     except OSError:
         raise
-    except Exception as error:  # The package and its parsers raise many kinds, and none has a common base.
+    except Exception as error:  # The package and its parsers raise many kinds without a common base.
         what = f"cannot sign with it: {type(error).__name__}: {shown(str(error))}"
         raise PlanError(what, path=key, code="option") from None
 
 
 def signed(signer: Any, name: str, digests: Mapping[str, str]) -> bytes:
-    """The signature of a folder of these files, by their SHA-256."""
-    with TemporaryDirectory(prefix="relayout-") as folder:  # The package writes files only.
+    """Return the signature of a folder with these files, given by their SHA-256."""
+    with TemporaryDirectory(prefix="relayout-") as folder:  # The package writes only to files.
         path = Path(folder) / SIGNATURE_NAME
         signer.set_hashing_config(_Hashes(name, digests)).sign(Path(folder), path)
         return path.read_bytes()
@@ -50,7 +50,7 @@ def signed(signer: Any, name: str, digests: Mapping[str, str]) -> bytes:
 
 @dataclass(frozen=True, slots=True)
 class _Digest:
-    """A digest as the package wants it."""
+    """A digest with the attributes that model-signing requires."""
 
     algorithm: str
     digest_hex: str
@@ -62,13 +62,13 @@ class _Digest:
 
 @dataclass(frozen=True, slots=True)
 class _Hashes:
-    """Stands for the package's own hashing of a folder, which reads local files only."""
+    """Replaces the package's own hashing of a folder, which reads local files only."""
 
     name: str
     digests: Mapping[str, str]
 
     def hash(self, model_path: object) -> Any:
-        """The manifest to be signed."""
+        """Return the manifest to be signed."""
         from model_signing.manifest import FileManifestItem, Manifest, SerializationType
 
         items = [

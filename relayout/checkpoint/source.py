@@ -1,10 +1,10 @@
-"""Reads a source checkpoint: every tensor and where it is stored, and which checkpoint it is.
+"""Reads a source checkpoint: every tensor with its location, and the identity of the checkpoint.
 
 Reads directory entries, small JSON files and header bytes. Two checkpoints are the same if their bytes are: fine-tunes
-share names, lengths and headers, often times too. A file's content is proven by what its store vouches for
+share names, lengths and headers, often times too. A file's content is proven by a value for which its store vouches
 (`FileStat.vouched`), else by samples: blocks of its tensors, the only data that is read here. Samples prove nothing
-about the bytes between them, so that on one machine the place of each local file belongs to the identity, too.
-STORES.md says what is proven by that, and what it costs.
+about the bytes between them. So on one machine the identity also includes the location of each local file. STORES.md
+describes the strength and cost of these proofs.
 """
 
 from __future__ import annotations
@@ -88,12 +88,12 @@ class SourceTensor:
     file: int
     """Position in `SourceCheckpoint.files`."""
     extent: Extent
-    """Its bytes, at absolute file offsets."""
+    """The tensor's bytes, at absolute file offsets."""
 
 
 @dataclass(frozen=True, slots=True)
 class SourceCheckpoint:
-    """A source checkpoint."""
+    """A source checkpoint: its files, tensors in model order, and configuration."""
 
     root: Store
     """The folder or single file that the caller gave."""
@@ -107,15 +107,15 @@ class SourceCheckpoint:
     index: tuple[str, bytes] | None = None
     """Name and bytes of the index.json; None if there is none."""
     side: SideFiles | None = field(default_factory=SideFiles)
-    """What lies beside the weights, as far as it is known; None: a listing of all folders tells, see `side_files`."""
+    """The side files, if known; None: all folders must be listed to find them, see `side_files`."""
     skipped: tuple[str, ...] = ()
-    """Files and tensors at the top level that are not of the model, each with the reason, as text for the user."""
+    """Top-level files and tensors outside the model, each with the reason, as text for the user."""
     is_file: bool = False
-    """Whether `root` is a single file; its side files are beside it."""
+    """True if `root` is a single file; its side files are in the same folder."""
     identities: list[SourceIdentity] = field(init=False, default_factory=list, compare=False, repr=False)
-    """What `identity_of` has found, once: it costs many small reads."""
+    """Cached result of `identity_of`, at most one: computing it costs many small reads."""
     sides: list[SideFiles] = field(init=False, default_factory=list, compare=False, repr=False)
-    """What `_side` has found, once."""
+    """Cached result of `_side`, at most one."""
 
     @property
     def folder(self) -> Store:
@@ -124,16 +124,15 @@ class SourceCheckpoint:
 
     @property
     def side_files(self) -> tuple[str, ...]:
-        """Files beside the weights that a conversion copies, as paths relative to the folder.
+        """Files besides the weights that a conversion copies, as paths relative to the folder.
 
-        All folders are listed for it, once, when it is asked for: loads and engines do not ask. For errors see
-        `find_side_files`.
+        The first access lists all folders. Loads and engines do not access it. For errors see `find_side_files`.
         """
         return self._side.kept
 
     @property
     def left_out(self) -> tuple[str, ...]:
-        """What a conversion does not copy, each with the reason, as text for the user; lists as `side_files` does."""
+        """Files that a conversion does not copy, each with the reason, as text for the user; see `side_files`."""
         return (*self.skipped, *self._side.left_out)
 
     @property
@@ -168,10 +167,10 @@ class SourceCheckpoint:
 def read_source(store: Store, *, by_transformers: bool = False) -> SourceCheckpoint:
     """Read a checkpoint folder, a Hugging Face cache snapshot, or one .safetensors file.
 
-    Of a folder, the names in the folder itself are listed, and nothing below it.
+    Only the names in the folder itself are listed, not its subfolders.
 
     Args:
-        by_transformers: of several models in a folder, select the one that transformers loads instead of the one that
+        by_transformers: if a folder has several models, select the one that transformers loads instead of the one that
             engines load; see `chosen_by_transformers`.
 
     Raises:
@@ -244,7 +243,7 @@ def _read(file: ReadableFile, offset: int, nbytes: int) -> bytes:
 
 
 def model_order(name: str) -> str:
-    """Sort key by dotted parts: numbers compare as numbers and precede words, so layer 2 precedes layer 10."""
+    """Return a sort key by dotted parts: numbers compare as numbers and precede words, so layer 2 precedes layer 10."""
     # A string is smaller than a tuple of parts; there may be millions of tensors. Each part begins with a mark for
     # number (1) or word (2) and ends with 0, which is below both.
     if _MARKS.search(name):
@@ -254,7 +253,7 @@ def model_order(name: str) -> str:
 
 
 def _read_folder(root: Store, by_transformers: bool) -> SourceCheckpoint:
-    # Including folders, which may have the name of a file.
+    # Folders are included: they may have the name of a file.
     names = sorted(entry.name for entry in root.walk(nowhere))
     if MANIFEST_NAME in names:
         what = (
@@ -314,7 +313,7 @@ def parse_index(text: bytes, where: str) -> dict[str, str]:
     """Parse an index.json: tensor name -> file name. Ignores its sizes.
 
     Raises:
-        FormatError: it is not an index, or names something other than .safetensors files beside it.
+        FormatError: the text is not an index, or names other files than .safetensors files in its folder.
     """
     with about(path=where):
         weight_map = Fields(parse_object(text, where)).object("weight_map")
@@ -362,7 +361,7 @@ def _assemble(
 
 
 def agreed_metadata(shards: Sequence[Mapping[str, str]]) -> dict[str, str]:
-    """The entries of `__metadata__` on which all shards agree, in the order of the first."""
+    """Return the entries of `__metadata__` on which all shards agree, in the order of the first."""
     first = shards[0] if shards else {}
     return {key: value for key, value in first.items() if all(shard.get(key) == value for shard in shards)}
 
@@ -373,7 +372,7 @@ def _collect_tensors(
     named: Mapping[str, str] | None,
     index: tuple[str, bytes] | None,
 ) -> tuple[Iterable[SourceTensor], list[str]]:
-    """The tensors of all shards; and a text for each shard with tensors that the index `named` assigns elsewhere."""
+    """Return the tensors of all shards, and a text for each shard with tensors that `named` assigns elsewhere."""
     tensors: dict[str, SourceTensor] = {}
     skipped = []
     for position, (shard, header) in enumerate(shards):
@@ -401,34 +400,34 @@ def _collect_tensors(
 
 
 _NUM_BLOCKS = 4
-"""How many blocks of a large tensor are read: one in each third, at an offset that its name decides, and the last."""
+"""Number of blocks read of a large tensor: one in each third, at an offset derived from its name, and the last."""
 _WHOLE_NBYTES = _NUM_BLOCKS * BLOCK
 """Tensors up to this size are read whole."""
 _RUN, _NUM_THREADS = 16, 8
-"""Samples that one thread reads in a row, and threads."""
+"""Samples that one thread reads in a row, and number of threads."""
 _MADE_UP_INODES = ("fuse", "vfat", "exfat", "msdos")
 """File systems that number their files anew at each mount, or while they are mounted."""
 _OWN_DRIVES = ("ext", "xfs", "btrfs", "zfs", "f2fs", "bcachefs", "tmpfs", "overlay")
-"""File systems of which this machine's kernel makes every write: each changes the ctime. Their kinds begin so."""
+"""Prefixes of file systems on which only this machine's kernel writes: each write changes the ctime."""
 
 
 @dataclass(frozen=True, slots=True)
 class SourceIdentity:
-    """Which checkpoint this is."""
+    """The identity of a checkpoint."""
 
     content: str
-    """Digest of names, lengths, headers, index, and what proves the bytes. Copies on other machines have the same."""
+    """Digest of names, lengths, headers, index, and proofs of the bytes. Copies on other machines have the same."""
     place: str
     """Digest of path, inode, length and times (of modification, and of the inode's change) of each local file."""
 
     @property
     def here(self) -> str:
-        """Digest of both: the identity of what is kept on this machine."""
+        """Digest of both: the identity for data that is kept on this machine."""
         return digest_hex(compact_json([self.content, self.place]))
 
 
 def identity_of(checkpoint: SourceCheckpoint) -> SourceIdentity:
-    """The identity of a checkpoint, with its files as they are when it is first asked for; see `is_unchanged`.
+    """Return the identity of a checkpoint, with its files as of the first call; see `is_unchanged`.
 
     Raises:
         FormatError: a file is missing, or was truncated.
@@ -440,10 +439,11 @@ def identity_of(checkpoint: SourceCheckpoint) -> SourceIdentity:
 
 
 def is_unchanged(checkpoint: SourceCheckpoint, before: SourceIdentity) -> bool:
-    """Whether the files are still those of an identity; for errors see `identity_of`.
+    """Return True if the files still have an identity; for errors see `identity_of`.
 
-    The proof reads none: each has the version of its header, as all reads want it, and a local one its place, of which
-    a write changes the ctime. On file systems of other machines, which say the ctime, samples are read again.
+    Usually no file is read. Each file must have the version of its header, which all reads require. A local file must
+    also have its place, and each write changes the ctime in it. On file systems of other machines, which may report any
+    ctime, samples are read again.
     """
     folder, files = checkpoint.folder, checkpoint.files
     if any(_status(folder, file.name).version != file.version for file in files if file.version):
@@ -455,12 +455,12 @@ def is_unchanged(checkpoint: SourceCheckpoint, before: SourceIdentity) -> bool:
 
 
 def max_samples(*stores: Store) -> int:
-    """How many samples are read where these stores are compared: of a server each is a request."""
+    """Return the maximum number of samples that are read to compare these stores: for a server each is a request."""
     return 512 if any(store.cost.is_remote for store in stores) else 16_384
 
 
 def _places(checkpoint: SourceCheckpoint) -> list[list[object] | None]:
-    """The place of each local file; None for one of a server."""
+    """Return the place of each local file; None for a file on a server."""
     return [place_of(path) if (path := checkpoint.folder.path(file.name)) else None for file in checkpoint.files]
 
 
@@ -468,18 +468,18 @@ def _identity_now(checkpoint: SourceCheckpoint) -> SourceIdentity:
     folder, files = checkpoint.folder, checkpoint.files
     statuses = [_status(folder, file.name) for file in files]
     places = _places(checkpoint)
-    # A file of another length than its header says has another content in any case.
+    # A file with another length than its header requires has another content in any case.
     unknown = [i for i, one in enumerate(statuses) if one.vouched is None and one.nbytes == files[i].nbytes]
     sampled = _hashed(checkpoint, samples_of(checkpoint, unknown))
     contents = []
     for i, (file, status) in enumerate(zip(files, statuses, strict=True)):
-        name = os.fsencode(file.name).hex()  # It need not be UTF-8.
+        name = os.fsencode(file.name).hex()  # The name need not be UTF-8.
         proof: object = status.vouched or sampled.get(i)
         if status.vouched is None and places[i] is None:
-            # A server's word on a file's time proves nothing, but another word means another file.
+            # A server's version of a file proves nothing, but another version means another file.
             proof = [proof, folder.location(file.name), status.version]
         contents.append([name, status.nbytes, digest_hex(file.header), proof])
-    # One tensor may lie in several files: the index says which counts.
+    # One tensor may lie in several files: the index selects one.
     tensors = [[tensor.name, tensor.file, tensor.extent.offset, tensor.extent.nbytes] for tensor in checkpoint.tensors]
     index = None if checkpoint.index is None else digest_hex(checkpoint.index[1])
     content = digest_hex(compact_json([contents, tensors, index]))
@@ -487,9 +487,9 @@ def _identity_now(checkpoint: SourceCheckpoint) -> SourceIdentity:
 
 
 def place_of(path: Path) -> list[object]:
-    """What tells a local file from all others on this machine.
+    """Return the values that distinguish a local file from all others on this machine.
 
-    Device numbers are left out: those of network and overlay file systems are others after each mount.
+    Device numbers are left out: those of network and overlay file systems differ after each mount.
     """
     status = path.stat()
     real = Path(os.path.realpath(path))
@@ -498,21 +498,21 @@ def place_of(path: Path) -> list[object]:
 
 
 def _kind_of(path: Path) -> str:
-    """The kind of the file system that a file is on."""
+    """Return the kind of a file's file system."""
     return _kind_at(Path(os.path.realpath(path)).parent, path.stat().st_dev)
 
 
 @lru_cache(maxsize=64)
 def _kind_at(folder: Path, device: int) -> str:
-    """The kind of the file system of a folder, as long as the same device is mounted there."""
+    """Return the kind of a folder's file system, valid as long as the same device is mounted there."""
     return filesystem_of(folder).kind
 
 
 def samples_of(checkpoint: SourceCheckpoint, files: Collection[int]) -> dict[int, list[Extent]]:
-    """What is read of each of these files, in rising order. The same for all checkpoints with equal headers.
+    """Return the extents to read of each of these files, in rising order. Equal headers give equal extents.
 
-    Each kind of tensors (names that differ in numbers only) gets an equal share of the samples, and what it does not
-    use the larger kinds have. Of a kind with more tensors than its share, their names decide which are left out.
+    Each kind of tensors (names that differ in numbers only) gets an equal share of the samples. The unused part of a
+    share goes to larger kinds. If a kind has more tensors than its share, their names decide which are left out.
     """
     wanted, kinds = set(files), defaultdict[str, list[tuple[int, SourceTensor]]](list)
     for tensor in checkpoint.tensors:
@@ -535,7 +535,7 @@ def _seed(name: str) -> int:
 
 
 def _block(extent: Extent, seed: int, number: int) -> Iterator[Extent]:
-    """The block of this number of a tensor; none if a lower number has all of it."""
+    """Yield the block with this number of a tensor; none if block 0 is the whole tensor."""
     if extent.nbytes <= _WHOLE_NBYTES:
         if number == 0:
             yield extent
@@ -547,7 +547,7 @@ def _block(extent: Extent, seed: int, number: int) -> Iterator[Extent]:
 
 
 def _hashed(checkpoint: SourceCheckpoint, samples: Mapping[int, Sequence[Extent]]) -> dict[int, str]:
-    """The digest of each file's samples."""
+    """Return the digest of each file's samples."""
     runs = [
         (index, extents[first : first + _RUN])
         for index, extents in samples.items()

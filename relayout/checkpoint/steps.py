@@ -1,4 +1,4 @@
-"""The way from what a reader has to a step of a root: which folder and which deltas it reads, in which order."""
+"""The chain from a reader's present content to a step of a step repository: the folder and deltas to read, in order."""
 
 from __future__ import annotations
 
@@ -16,15 +16,16 @@ _Result = TypeVar("_Result")
 
 
 def read_steps(store: Store) -> tuple[StepsIndex, bytes] | None:
-    """The index of a root of steps, parsed and as stored; None: there is none."""
+    """Return the index of a step repository, parsed and as stored; None if there is no index."""
     blob = if_there(lambda: store.read(STEPS_NAME, MAX_STEPS_NBYTES))
     return None if blob is None else (parse_steps(blob, store.location(STEPS_NAME)), blob)
 
 
 def steps_at(path: str) -> StepsIndex | None:
-    """The index of a root of steps, given as a path or URL; None: this is no root.
+    """Return the index of a step repository, given as a path or URL; None if the path is not a step repository.
 
-    A policy (RELAYOUT_TRUST) must have a signer for the path. The index itself is not signed: what it names is.
+    A policy (RELAYOUT_TRUST) must have a signer for the path. The index itself is not signed, but the steps it names
+    are.
     """
     check_place(path)
     found = read_steps(find_input(path))
@@ -32,20 +33,20 @@ def steps_at(path: str) -> StepsIndex | None:
 
 
 def names_of_chain(chain: Chain) -> tuple[str, ...]:
-    """The folder, if there is one, and the deltas of a chain, in the order in which they are read."""
+    """Return the full folder of a chain, if it has one, and its deltas, in reading order."""
     return (*([] if chain.full is None else [chain.full]), *chain.deltas)
 
 
 def way_to(path: str, have: str | None, step: int | None) -> tuple[str, ...] | None:
-    """The sources that lead a reader to a step; nothing, if it has that.
+    """Return the sources that lead a reader to a step; empty if the reader has that step.
 
     Args:
-        path: a root of steps, or its URL.
-        have: the digest of relayout.json of what the reader has; None: it has nothing that it knows.
+        path: a step repository, or its URL.
+        have: the digest of relayout.json of the reader's present content; None: it has no known content.
         step: None: the newest.
 
     Returns:
-        None: this is no root of steps.
+        None: the path is not a step repository.
     """
     index = steps_at(path)
     if index is None:
@@ -60,14 +61,14 @@ _NUM_TRIES = 8
 
 
 def follow(find: Callable[[bool], _Way], use: Callable[[_Way], _Result], where: str) -> _Result:
-    """Use the way to a step. If that fails, use the way that the index then says, if it is another one.
+    """Use the chain to a step. If that fails and the index then gives a different chain, use that one.
 
-    A reader may be too slow for what was retired: that is no error while there is another way.
+    Steps may be retired while a slow reader uses them: that is not an error as long as another chain exists.
 
     Args:
-        find: finds a way; None: there is none. It is told whether the reader still has what it had: only the first
-            time it has.
-        where: the root, for the error.
+        find: returns a chain, or None if there is none. Its argument is True only in the first call: the reader still
+            has its previous content.
+        where: the step repository, for the error.
     """
     way = find(True)
     for _ in range(_NUM_TRIES):
@@ -82,7 +83,7 @@ def follow(find: Callable[[bool], _Way], use: Callable[[_Way], _Result], where: 
 
 
 def no_steps(store: Store) -> PlanError:
-    """The error for a root without a step."""
+    """Return the error for a step repository without a step."""
     what = f"has no steps yet ({STEPS_NAME} of relayout.Publisher is missing)"
     if store.kind() is Kind.NOTHING:
         what = f"has no steps yet: {explain_missing(store)}"

@@ -1,7 +1,7 @@
-"""Trust: a policy that names signers, the proof of a signature, and a store that proves every byte.
+"""Trust: a policy that names signers, the verification of a signature, and a store that verifies every byte.
 
-A signature (OpenSSF Model Signing) lists the SHA-256 of every file. That of relayout.json proves all that is read of a
-rank, chunk by chunk, by the BLAKE3 of each.
+A signature (OpenSSF Model Signing) lists the SHA-256 of every file. The signature of relayout.json proves all bytes
+that are read for a rank, chunk by chunk, through the BLAKE3 digest of each.
 """
 
 from __future__ import annotations
@@ -39,12 +39,12 @@ from relayout.storage.stores import Access, FileStat, HeadFile, ReadableFile, St
 from relayout.storage.system import resident_nbytes
 
 Trust: TypeAlias = str | os.PathLike[str] | None
-"""A policy file; None: what RELAYOUT_TRUST names, or no policy if that is not set."""
+"""A policy file; None: the file in RELAYOUT_TRUST, or no policy if that is not set."""
 
 _VARIABLE = "RELAYOUT_TRUST"
 _MAX_POLICY_NBYTES = 2**20
 _MAX_SMALL_NBYTES = 2**30
-"""The largest file that is proven whole, in memory, before it is read: all but weight files."""
+"""Maximum bytes of a file that is verified whole, in memory, before it is read: all but weight files."""
 _KINDS = ({"public_key"}, {"certificates"}, {"identity", "issuer"})
 """The sets of keys that a signer may have; it has one of them."""
 _OPTIONAL = {"prefixes", "content"}
@@ -52,27 +52,27 @@ _OPTIONAL = {"prefixes", "content"}
 
 @dataclass(frozen=True, slots=True)
 class Signer:
-    """Somebody whose signature counts."""
+    """A signer that a policy accepts."""
 
     how: Mapping[str, Any]
     """The keys of one of `_KINDS`; paths are absolute."""
     prefixes: tuple[str, ...]
-    """Folders and URLs that it is good for, with all below them; empty: any."""
+    """Folders and URLs for which the signer is accepted, with everything below them; empty: any."""
     content: frozenset[str]
-    """Contents that it is good for, see `manifest.content_of`; empty: any."""
+    """Contents for which the signer is accepted, see `manifest.content_of`; empty: any."""
 
     def __str__(self) -> str:
         return ", ".join(f"{key} {value}" for key, value in self.how.items())
 
     def is_for(self, store: Store) -> bool:
-        """Whether it is good for what is at the store's path or URL."""
+        """Return True if the signer is accepted for the store's path or URL."""
         place = _place(str(store))
         return not self.prefixes or any(
             place == prefix or place.startswith(prefix.rstrip("/") + "/") for prefix in map(_place, self.prefixes)
         )
 
     def listing(self, signature: bytes) -> SignedFiles:
-        """Verify model.sig, and return what it lists. May raise anything."""
+        """Verify model.sig, and return the listed files. May raise any exception."""
         if "public_key" in self.how:
             return listed_by_key(signature, self.how["public_key"])
         if "certificates" in self.how:
@@ -82,7 +82,7 @@ class Signer:
 
 @dataclass(frozen=True, slots=True)
 class Policy:
-    """The signers whose signatures count."""
+    """The accepted signers."""
 
     path: str
     """Path of the policy's file, for messages."""
@@ -100,7 +100,7 @@ class Statement:
     signature: bytes
     """model.sig as stored."""
     signer: str
-    """The signer whose signature it is, as the policy has it."""
+    """The verified signer, as named in the policy."""
     policy: Policy
 
 
@@ -112,12 +112,12 @@ class Signed(Statement):
 
     @property
     def lists_all(self) -> bool:
-        """True if every file is signed by itself. Else relayout.json is, which proves all others."""
+        """True if every file is signed by itself. Otherwise only relayout.json is, which proves all others."""
         return set(self.digests) != {MANIFEST_NAME}
 
 
 def policy_of(trust: Trust) -> Policy | None:
-    """The policy of an argument, or else of the environment; None: there is none, and any folder is read.
+    """Return the policy of an argument, or else of the environment; None: no policy, any folder is accepted.
 
     Raises:
         PlanError: the policy is invalid, or RELAYOUT_TRUST is empty.
@@ -126,7 +126,7 @@ def policy_of(trust: Trust) -> Policy | None:
     if trust is None and _VARIABLE not in os.environ:
         return None
     path = os.environ[_VARIABLE] if trust is None else path_text(trust, "trust", "the path of a policy")
-    if not path:  # Of a variable that was meant to be set: no reason to trust everybody.
+    if not path:  # An empty variable may be a mistake: not a reason to trust every signer.
         raise PlanError(f"{_VARIABLE if trust is None else 'trust'} is empty, expected a policy file", code="option")
     try:
         with open(path, "rb") as file:
@@ -175,40 +175,40 @@ def _place(path: str) -> str:
 
 
 def trusted(store: Store, trust: Trust) -> Store:
-    """Wrap the store of a converted checkpoint so that it hands out proven bytes only. Without a policy, do nothing."""
+    """Wrap the store of a converted checkpoint to return only verified bytes; without a policy, do nothing."""
     policy = policy_of(trust)
     return store if policy is None else TrustedStore(store, prove(store, policy))
 
 
 def package_missing() -> PlanError:
-    """The error where what makes and verifies signatures is not installed."""
+    """Return the error for a missing package that makes and verifies signatures."""
     what = f"signatures need the package model-signing, which is not installed: {how_to_install('sign')}"
     return PlanError(what, code="unsupported")
 
 
 def policy_over(store: Store) -> Policy | None:
-    """Return the policy by which a store is proven, itself or the base of deltas; None: it is not."""
+    """Return the policy that verifies a store, or the base of its deltas; None: it is not verified."""
     while isinstance(store, StoreOver) and not isinstance(store, TrustedStore):
         store = store.base
     return store.signed.policy if isinstance(store, TrustedStore) else None
 
 
 def prove(store: Store, policy: Policy) -> Signed:
-    """Prove a folder's signature, before anything else of it is believed."""
+    """Verify a folder's signature, before anything else of the folder is used."""
     said = prove_statement(store, policy)
     manifest = parse_manifest(said.blob, store.location(MANIFEST_NAME))
     return Signed(said.blob, said.digests, said.signature, said.signer, said.policy, manifest)
 
 
 def prove_plain(store: Store, policy: Policy) -> tuple[str, Mapping[str, str]]:
-    """Prove the signature of a plain checkpoint, which has no relayout.json.
+    """Verify the signature of a plain checkpoint, which has no relayout.json.
 
     Returns:
-        The signer, as the policy has it, and the SHA-256 in hex of each signed file by its name.
+        The signer, as named in the policy, and the SHA-256 in hex of each signed file by its name.
 
     Raises:
-        FormatError: it has no signature of a signer in the policy. One that the policy limits to contents signs
-            converted checkpoints only.
+        FormatError: the checkpoint has no signature of a signer in the policy. Signers with a `content` list are
+            accepted for converted checkpoints only.
         PlanError: the policy has no signer for this place.
     """
     reasons: list[str] = []
@@ -221,13 +221,13 @@ def prove_plain(store: Store, policy: Policy) -> tuple[str, Mapping[str, str]]:
 
 
 def prove_statement(store: Store, policy: Policy, content: Callable[[bytes], str] = content_of) -> Statement:
-    """Prove the signature of a folder or a delta, before anything else of it is believed.
+    """Verify the signature of a folder or a delta, before anything else of it is used.
 
-    What has the name of a step must be signed by that name: so a step cannot be passed off as another one.
+    A folder with the name of a step must be signed under that name: so a step cannot be passed off as another one.
 
     Args:
-        content: returns the content of a relayout.json as stored, which a policy may name. It is called for a
-            relayout.json that is signed.
+        content: returns the content of a relayout.json as stored, which a policy may name. It is called only for a
+            signed relayout.json.
     """
     signers = _signers_for(store, policy)
     signature, blob = (
@@ -249,7 +249,7 @@ def prove_statement(store: Store, policy: Policy, content: Callable[[bytes], str
 
 
 def _listings(signature: bytes, signers: Iterable[Signer], reasons: list[str]) -> Iterator[tuple[Signer, SignedFiles]]:
-    """Yield each signer whose signature it is, and what it lists; add to the reasons why it is not of the others."""
+    """Yield each signer of the signature, and the listed files; for other signers, add to `reasons`."""
     for signer in signers:
         try:
             yield signer, signer.listing(signature)
@@ -257,7 +257,7 @@ def _listings(signature: bytes, signers: Iterable[Signer], reasons: list[str]) -
             raise package_missing() from None
         except FormatError as error:
             reasons.append(error.what)
-        except Exception as error:  # Whatever packages and their parsers raise of foreign bytes: not proven.
+        except Exception as error:  # Packages and their parsers raise anything for foreign bytes: not proven.
             reasons.append(f"{type(error).__name__}: {shown(str(error))}")
 
 
@@ -267,9 +267,9 @@ def _unproven(store: Store, policy: Policy, reasons: Iterable[str]) -> FormatErr
 
 
 def check_place(path: str | os.PathLike[str]) -> Policy | None:
-    """Return the policy of the environment, which has a signer for a path or URL; None: there is no policy.
+    """Return the environment's policy, checked to have a signer for a path or URL; None: no policy is set.
 
-    It comes before the first request to a server.
+    This check precedes the first request to a server.
     """
     policy = policy_of(None)
     if policy is not None:
@@ -294,20 +294,20 @@ def _read_signed(store: Store, name: str, limit: int, policy: Policy) -> bytes:
 
 @dataclass(frozen=True, slots=True)
 class TrustedStore(StoreOver):
-    """A signed folder. Every byte is proven in the memory that it is handed out in. Thread-safe.
+    """A signed folder. Every byte is verified in the memory in which it is returned. Thread-safe.
 
-    It shows no path and no descriptor. A file that is not signed is not there.
+    The store has no path and no descriptor. Unsigned files do not exist in it.
     """
 
     signed: Signed
     _known_sides: list[dict[str, str]] = field(default_factory=list, init=False, repr=False, compare=False)
 
     def over(self, other: Store) -> TrustedStore:
-        """Prove a copy of the folder, such as in a cache, by the same signature."""
+        """Return a store that verifies a copy of the folder, such as in a cache, by the same signature."""
         return TrustedStore(other, self.signed)
 
     def prove_side_files(self) -> None:
-        """Prove all that is neither a weight file nor relayout's own: what others read in the folder by themselves."""
+        """Verify all files except weights and relayout's own: other programs read them directly in the folder."""
         own = {*names_of_index(self.signed.manifest), *(file.name for file in self.signed.manifest.files)}
         names = self.signed.digests.keys() - own if self.signed.lists_all else self._sides().keys()
         for name in names:
@@ -320,7 +320,7 @@ class TrustedStore(StoreOver):
         if not self._is_signed(name):
             return None
         status = self.base.stat(name)
-        # Of ranks that are elsewhere, files may be missing.
+        # Files of ranks outside this folder may be missing.
         if status is None and index_of(self.signed.manifest, name) is None:
             raise self._missing(name)
         return status
@@ -374,8 +374,8 @@ class TrustedStore(StoreOver):
             raise FormatError("is not signed", path=self.location(name), code="missing")
 
     def _check_whole(self, name: str, file: ReadableFile) -> None:
-        """Prove a file that is read whole: by its SHA-256, if that is signed; else by its proof."""
-        from relayout.storage.reading import sha256_hex  # Imported here: a load of a rank needs no such module.
+        """Verify a file that is read whole: by its SHA-256, if that is signed; else by its BLAKE3 digest."""
+        from relayout.storage.reading import sha256_hex  # Imported here: the load of a rank does not need it.
 
         proof, listed = new_proof(), self.signed.digests.get(name)
         found = sha256_hex(file, proof)
@@ -385,7 +385,7 @@ class TrustedStore(StoreOver):
             raise self._other(name)
 
     def _sides(self) -> dict[str, str]:
-        """Proofs of the side files by name, which the source record has; it is read once."""
+        """Return the BLAKE3 digests of the side files by name, from the source record, which is read once."""
         if not self._known_sides:
             self._known_sides.append(proofs_of_sides(read_record(self, self.signed.manifest)))
         return self._known_sides[0]

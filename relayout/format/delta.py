@@ -1,13 +1,13 @@
 """Deltas between converted checkpoints of one layout: manifest and pieces. Pure; FORMAT.md is normative.
 
-A delta has the manifest of the result, and of everything else only what changed: of each piece of a weight file, which
-is its header or a chunk, the XOR of its two versions, compressed, with the proof of the new one; of each tensor its
-digest. So what it takes is in proportion to what changed.
+A delta contains the manifest of the result, and only the changes of everything else. A piece of a weight file is its
+header or a chunk. For each changed piece, the delta has the compressed XOR of the two versions and the BLAKE3 digest of
+the new one; for each changed tensor it has the digest. So the size of a delta is proportional to the changes.
 
 Most bytes of an XOR are zero. Elements that change by an optimizer step are anywhere, and differ in their low bits. So
-`encode` stores the places of the others as gaps, and the first bytes of all elements before their second bytes: zstd
-then has little to find but the frequencies of bytes. Measured on 1 MiB of BF16 of which 5 % changed by one unit in the
-last place: 2.6 %, where planes of all bytes and zstd take 4.8 %.
+`encode` stores the positions of non-zero elements as gaps, and the first bytes of all elements before their second
+bytes: zstd can then exploit little except the frequencies of bytes. Measured on 1 MiB of BF16 in which 5 % of the
+elements changed by one unit in the last place: 2.6 %, where planes of all bytes and zstd take 4.8 %.
 """
 
 from __future__ import annotations
@@ -32,20 +32,20 @@ Array = npt.NDArray[np.uint8]
 Places = npt.NDArray[np.intp]
 
 WIDTHS = (1, 2, 4, 8)
-"""Bytes of an element."""
+"""Supported bytes of an element."""
 
 _HEAD = np.dtype("<u4")
 _NUM_FIELDS = 4
 _SKIP = 255
-"""A gap of so many zeros, with no element behind it."""
+"""A gap of this many zeros, without an element after it."""
 _DENSE = 4
-"""All elements are stored, without gaps, if more than one in so many is not zero."""
+"""A run is stored without gaps, with all elements, if more than 1/`_DENSE` of its elements are non-zero."""
 _MANY, _SEEN = 64, 4096
-"""Many elements are not zero if more than one in so many is, of as many first ones."""
+"""A run is searched in blocks if more than 1/`_MANY`, but less than 1/8, of its first `_SEEN` elements are non-zero."""
 _BLOCK = 2**18
-"""Elements that are looked at at a time, if many are not zero."""
+"""Number of elements that are searched at a time in that case."""
 _LEVEL = 1
-"""The level of zstd. Higher ones look for repetitions, of which there are none: slower, and no smaller."""
+"""The zstd level. Higher levels search for repetitions, which do not occur: they are slower, and no smaller."""
 
 
 def encode(data: Array, runs: Sequence[tuple[int, int]]) -> bytes:
@@ -53,10 +53,11 @@ def encode(data: Array, runs: Sequence[tuple[int, int]]) -> bytes:
 
     Args:
         data: 1-D, contiguous.
-        runs: what it consists of: bytes, and bytes of an element, which is one of `WIDTHS` and divides the first.
+        runs: consecutive parts of `data`: bytes, and bytes of an element, which is one of `WIDTHS` and divides the
+            first.
 
     Returns:
-        What `xor_into` reads; nothing if all of `data` is zero.
+        The input of `xor_into`; empty if all of `data` is zero.
     """
     ends = list(accumulate(nbytes for nbytes, _ in runs))
     assert ends[-1:] == [data.nbytes]
@@ -76,13 +77,13 @@ def encode(data: Array, runs: Sequence[tuple[int, int]]) -> bytes:
     ]
     frame = zstandard.ZstdCompressor(level=_LEVEL).compressobj(size=sum(stream.nbytes for stream in streams))
     pieces = [np.array(head, _HEAD).tobytes()]
-    for stream in streams:  # Each in blocks of its own: they have frequencies of their own.
+    for stream in streams:  # Each stream is in its own blocks: its byte frequencies differ.
         pieces += [frame.compress(stream.tobytes()), frame.flush(zstandard.COMPRESSOBJ_FLUSH_BLOCK)]
     return b"".join([*pieces, frame.flush()])
 
 
 def _places_of(elements: npt.NDArray[Any]) -> Places:
-    """Where elements are not zero, found in the way that is fastest for as many as the first ones have."""
+    """Return the positions of non-zero elements, by the method that is fastest for the density of the first ones."""
     num_seen, seen = min(_SEEN, len(elements)), np.count_nonzero(elements[:_SEEN])
     if 8 * seen < num_seen < _MANY * seen:
         return _places_in_blocks(elements)
@@ -90,7 +91,7 @@ def _places_of(elements: npt.NDArray[Any]) -> Places:
 
 
 def _places_in_blocks(elements: npt.NDArray[Any]) -> Places:
-    """Where elements are not zero. The memory of a block is little, so that the next one has it without faults."""
+    """Return the positions of non-zero elements. Each block reuses the memory of the last, without page faults."""
     found = []
     for start in range(0, len(elements), _BLOCK):
         places = _set_in(elements[start : start + _BLOCK] != 0)
@@ -101,10 +102,10 @@ def _places_in_blocks(elements: npt.NDArray[Any]) -> Places:
 
 
 def _set_in(mask: npt.NDArray[np.bool_]) -> Places:
-    """What is set in a mask.
+    """Return the set positions of a mask.
 
-    NumPy mispredicts a branch for each place, up to one in ten. So eight are looked at as one word first, and then only
-    the words that are not zero.
+    NumPy mispredicts a branch for each set position, up to a density of 1/10. So eight elements are compared as one
+    word first, and only non-zero words are searched.
     """
     if len(mask) % 8 or 8 * np.count_nonzero(mask) > len(mask):
         return np.flatnonzero(mask)
@@ -119,7 +120,7 @@ def _set_in(mask: npt.NDArray[np.bool_]) -> Places:
 
 
 def _gaps(places: Places) -> Array:
-    """How many zeros are in front of each place, behind the one before: one byte, after as many `_SKIP` as it takes."""
+    """Return the number of zeros before each position, as one byte after one `_SKIP` for each 255 zeros."""
     gaps = places.copy()
     gaps[1:] -= places[:-1] + 1
     long = np.flatnonzero(gaps >= _SKIP)
@@ -142,7 +143,7 @@ class _Run:
     num_stored: int
 
     def check(self) -> None:
-        """Refuse a run that no data has. FormatError: it is one."""
+        """Raise FormatError if the run's numbers are impossible for any data."""
         if self.width not in WIDTHS or self.nbytes % self.width or not self.nbytes:
             raise FormatError(f"a run of {self.nbytes} bytes in elements of {self.width}", code="field")
         num_elements = self.nbytes // self.width
@@ -157,18 +158,18 @@ class _Run:
 
 @dataclass(frozen=True, slots=True)
 class Elements:
-    """The elements of a run that are not zero, or all."""
+    """The non-zero elements of a run, or all of its elements."""
 
     offset: int
-    """Where the run begins in the data, in bytes."""
+    """Offset of the run in the data, in bytes."""
     nbytes: int
     """Bytes of the run."""
     places: npt.NDArray[np.int64] | None
-    """Which elements of the run, rising; None: all."""
+    """Positions of the elements in the run, rising; None: all."""
     values: npt.NDArray[np.unsignedinteger[Any]]
 
     def within(self, start: int, end: int, width: int) -> tuple[npt.NDArray[np.int64], npt.NDArray[Any]] | None:
-        """The elements of a part of the data, counted from its first one; None: it does not consist of such elements.
+        """Return positions, counted from `start`, and values in a part of the data; None if it has other elements.
 
         Args:
             start, end: of the part, in bytes of the data.
@@ -183,7 +184,7 @@ class Elements:
 
 
 def xor_into(encoded: bytes | memoryview, target: memoryview | Array) -> None:
-    """Change `target`, as long as the data was, to its XOR with the data. Where that was zero, nothing is written."""
+    """XOR the encoded data into `target`, which has the same length. Zero elements outside dense runs are skipped."""
     for run in decode(encoded, target.nbytes):
         elements = np.frombuffer(target, np.uint8, run.nbytes, run.offset).view(run.values.dtype)
         if run.places is None:
@@ -193,13 +194,13 @@ def xor_into(encoded: bytes | memoryview, target: memoryview | Array) -> None:
 
 
 def decode(encoded: bytes | memoryview, nbytes: int) -> Iterator[Elements]:
-    """What `encode` has made of data of so many bytes: the runs that are not zero."""
+    """Yield the non-zero runs of encoded data that has `nbytes` bytes when decoded."""
     if not len(encoded):
         return
     runs = _parse_head(encoded, nbytes)
     body = _expand(encoded[_HEAD.itemsize * (1 + _NUM_FIELDS * len(runs)) :], runs)
     place_of_gap, place_of_value = 0, sum(run.num_gaps for run in runs)
-    starts = [place_of_value]  # Of the planes.
+    starts = [place_of_value]  # One for each plane.
     for byte in range(WIDTHS[-1]):
         starts.append(starts[-1] + sum(run.num_stored for run in runs if run.width > byte))
     offset = 0
@@ -230,7 +231,7 @@ def _parse_head(encoded: bytes | memoryview, nbytes: int) -> list[_Run]:
 
 
 def _expand(frame: bytes | memoryview, runs: Sequence[_Run]) -> Array:
-    """Expand the zstd frame. The runs say how long its content is, which limits the memory that it takes."""
+    """Expand the zstd frame. The runs determine the length of its content, which bounds the allocated memory."""
     total = sum(run.num_gaps + run.num_stored * run.width for run in runs)
     try:
         found = zstandard.get_frame_parameters(frame)
@@ -240,7 +241,7 @@ def _expand(frame: bytes | memoryview, runs: Sequence[_Run]) -> Array:
             raise FormatError(f"a zstd frame with a window of {found.window_size} bytes, or a dictionary", code="limit")
         if total:
             return np.frombuffer(zstandard.ZstdDecompressor().decompress(frame, allow_extra_data=False), np.uint8)
-        stream = zstandard.ZstdDecompressor().decompressobj()  # The other call looks at nothing of such a frame.
+        stream = zstandard.ZstdDecompressor().decompressobj()  # The other call does not check such a frame.
         if stream.decompress(bytes(frame)) or not stream.eof or stream.unused_data:
             raise FormatError("a zstd frame that is not alone, or does not end", code="syntax")
         return np.empty(0, np.uint8)
@@ -258,16 +259,16 @@ def _places(gaps: Array, run: _Run) -> npt.NDArray[np.int64]:
 
 
 NEW = "new/"
-"""What the names of files begin with that the result has, and the base has not, or has otherwise."""
+"""Prefix of files that the result has, and the base lacks or has in another version."""
 
 NEW_MANIFEST_NAME = NEW + MANIFEST_NAME + ".zst"
 """The relayout.json of the result, compressed."""
 
 CHANGED_DIGESTS_NAME = "relayout.digests.delta"
-"""The digests of tensors that changed."""
+"""The file of changed tensor digests."""
 
 ENCODING = 1
-"""The version of what `encode` makes."""
+"""Version of the format that `encode` writes."""
 
 _PIECE = np.dtype(
     [("piece", "<u8"), ("nbytes", "<u8"), ("stored", "u1", PROOF_NBYTES), ("content", "u1", PROOF_NBYTES)]
@@ -276,7 +277,7 @@ _CHANGED_DIGEST = np.dtype([("row", "<u8"), ("digest", "u1", DIGEST_NBYTES)])
 
 
 def delta_name(file: str) -> str:
-    """File name of what changed in a weight file."""
+    """Return the name of the file with the changes of a weight file."""
     return f"{file}.delta"
 
 
@@ -287,26 +288,26 @@ class DeltaFile:
     number: int
     """Number of the weight file in the manifests of base and result."""
     nbytes: int
-    """Length of the file that has the changes."""
+    """Length in bytes of the file with the changes."""
     num_pieces: int
-    """Pieces that changed."""
+    """Number of changed pieces."""
     index_digest: str
-    """Proof of the index at the end of that file."""
+    """BLAKE3 digest of the index at the end of that file."""
 
     @property
     def place_of_index(self) -> Extent:
-        """Where the index is in the file of what changed."""
+        """Extent of the index in the file with the changes."""
         nbytes = _PIECE.itemsize * self.num_pieces
         return Extent(self.nbytes - nbytes, nbytes)
 
 
 @dataclass(frozen=True, slots=True)
 class ChangedDigests:
-    """The entry of a manifest for the digests of one holder's tensors, or of the source's, that changed."""
+    """The entry of a manifest for the changed digests of one holder's tensors, or of the source's."""
 
     count: int
     digest: str
-    """Proof of their part of the file."""
+    """BLAKE3 digest of their part of the file."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -316,25 +317,25 @@ class DeltaManifest:
     generator: str
     """Program and version that wrote it."""
     base: str
-    """Content of what the delta applies to; see `manifest.content_of`."""
+    """Content of the checkpoint to which the delta applies; see `manifest.content_of`."""
     makes: str
-    """Content of what it makes."""
+    """Content of the result."""
     files: tuple[DeltaFile, ...]
-    """The weight files that changed, by rising number."""
+    """The changed weight files, by rising number."""
     digests: tuple[ChangedDigests, ...]
     """For each holder of the result, in order, and then for the source."""
     others: tuple[str, ...]
-    """The other files that are new, or differ from those of the base: record, index for stock loaders, side files."""
+    """Other files that are new, or differ from the base: record, index for built-in loaders, side files."""
 
     by_number: Mapping[int, DeltaFile] = field(init=False, repr=False, compare=False)
-    """The weight files that changed, by number."""
+    """The changed weight files, by number."""
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "by_number", {file.number: file for file in self.files})
 
     @property
     def places_of_digests(self) -> list[Extent]:
-        """Where the digests of each holder's tensors that changed lie in their file, and last those of the source."""
+        """Extents of the changed digests of each holder's tensors in their file, and last those of the source."""
         sizes = [_CHANGED_DIGEST.itemsize * part.count for part in self.digests]
         return [Extent(end - nbytes, nbytes) for nbytes, end in zip(sizes, accumulate(sizes), strict=True)]
 
@@ -364,7 +365,7 @@ def dump_delta(manifest: DeltaManifest) -> bytes:
 
 
 def parse_delta(blob: bytes, where: str) -> DeltaManifest:
-    """Parse relayout.json. FormatError: it is not what FORMAT.md demands."""
+    """Parse relayout.json. FormatError: it violates FORMAT.md."""
     with about(path=where):
         top = parse_object(blob, where)
         check_top(blob, top, is_delta=True)
@@ -405,10 +406,10 @@ def _parse_digests(entry: Mapping[str, Any]) -> ChangedDigests:
 
 
 def layout_difference(old: Manifest, new: Manifest) -> str | None:
-    """What keeps a delta between two checkpoints from being possible, for a person; None: nothing.
+    """Return the reason why a delta between two checkpoints is impossible, as text for the user; None: it is possible.
 
-    There is a delta if all files are as long as before, and all holders have the tables that they had before: tables
-    say where tensors lie, and nothing of what they are filled with.
+    A delta is possible if all files have the same lengths, and all holders have the same tables: tables contain the
+    locations of tensors, and do not depend on the values.
     """
     pairs: dict[str, tuple[object, ...]] = {
         "tensor-parallel degree differs": (old.num_ranks, new.num_ranks),
@@ -430,7 +431,7 @@ def layout_difference(old: Manifest, new: Manifest) -> str | None:
 
 
 def dump_changed_digests(old: bytes, new: bytes) -> tuple[bytes, ChangedDigests]:
-    """What a delta has of the digests of one holder's tensors, or of the source's, and its entry in the manifest.
+    """Return the changed digests of one holder's tensors, or of the source's, and their entry in the manifest.
 
     Args:
         old, new: all digests of the base and of the result, in binary form.
@@ -444,7 +445,7 @@ def dump_changed_digests(old: bytes, new: bytes) -> tuple[bytes, ChangedDigests]
 
 
 def parse_changed_digests(blob: bytes, part: ChangedDigests, count: int) -> tuple[npt.NDArray[np.int64], Array]:
-    """The inverse of `dump_changed_digests`: rows, rising, and the digest of each in binary form.
+    """Parse the result of `dump_changed_digests`: rising rows, and the digest of each in binary form.
 
     Args:
         count: of all digests of the holder, or of the source.
@@ -458,14 +459,14 @@ def parse_changed_digests(blob: bytes, part: ChangedDigests, count: int) -> tupl
 
 
 def _rising(numbers: npt.NDArray[np.uint64], count: int, what: str) -> npt.NDArray[np.int64]:
-    """Numbers that rise, below a count. FormatError: they do not."""
+    """Return numbers, or raise FormatError unless they rise and are below a count."""
     if len(numbers) and (int(numbers.max()) >= count or (numbers[1:] <= numbers[:-1]).any()):
         raise FormatError(f"{what}: expected rising numbers below {count}", code="field")
     return numbers.astype(np.int64)
 
 
 def piece_of(file: IndexedFile, chunk_nbytes: int, number: int) -> Extent:
-    """A piece of a weight file: its header, which is piece 0, or chunk `number - 1`."""
+    """Return the extent of a piece of a weight file: its header, which is piece 0, or chunk `number - 1`."""
     if number == 0:
         return Extent(0, file.data_start)
     start = file.data_start + (number - 1) * chunk_nbytes
@@ -473,11 +474,11 @@ def piece_of(file: IndexedFile, chunk_nbytes: int, number: int) -> Extent:
 
 
 def dump_index(pieces: Sequence[tuple[int, int, str, str]]) -> bytes:
-    """What follows the pieces of a file.
+    """Return the index that follows the pieces of a file.
 
     Args:
-        pieces: of each that changed, its number, its length as stored, and the proofs of that and of the piece itself,
-            as the result has it.
+        pieces: of each changed piece, its number, its stored length in bytes, and two BLAKE3 digests: of the stored
+            piece, and of the piece in the result.
     """
     found = np.empty(len(pieces), _PIECE)
     for row, (piece, nbytes, stored, content) in enumerate(pieces):
@@ -488,35 +489,35 @@ def dump_index(pieces: Sequence[tuple[int, int, str, str]]) -> bytes:
 
 @dataclass(frozen=True, slots=True)
 class PieceIndex:
-    """What is stored of the pieces of a file that changed."""
+    """The index of the changed pieces of a file."""
 
     numbers: npt.NDArray[np.int64]
-    """The pieces, rising."""
+    """Numbers of the pieces, rising."""
     offsets: npt.NDArray[np.int64]
-    """Where each begins in the file of what changed; behind them, where the last one ends."""
+    """Offset of each piece in the file with the changes, followed by the end of the last one."""
     stored: Array
-    """Proof of each as stored, in binary form."""
+    """BLAKE3 digest of each piece as stored, in binary form."""
     contents: Array
-    """Proof of each as the result has it, in binary form."""
+    """BLAKE3 digest of each piece in the result, in binary form."""
 
     def rows(self, first: int, end: int) -> range:
-        """The rows of the pieces from `first` to before `end`."""
+        """Return the rows of the pieces from `first` to before `end`."""
         return range(*(int(np.searchsorted(self.numbers, piece)) for piece in (first, end)))
 
     def place(self, rows: range) -> Extent:
-        """Where the pieces of some rows are."""
+        """Return the extent of the pieces in some rows."""
         start, stop = int(self.offsets[rows.start]), int(self.offsets[rows.stop])
         return Extent(start, stop - start)
 
 
 def parse_index(blob: bytes, stored: DeltaFile, file: IndexedFile, chunk_nbytes: int) -> PieceIndex:
-    """The inverse of `dump_index`."""
+    """Parse the result of `dump_index`."""
     if proof_hex(blob) != stored.index_digest:
         raise FormatError("its index differs from the manifest", code="digest")
     rows = np.frombuffer(blob, _PIECE)
     num_pieces = 1 + num_chunks(file.data_start, file.nbytes, chunk_nbytes)
     numbers = _rising(rows["piece"], num_pieces, "pieces that changed")
-    # What a reader allocates is bounded by what it asked for.
+    # The size of the requested pieces bounds the memory that a reader allocates.
     limits = np.array([32 * piece_of(file, chunk_nbytes, int(n)).nbytes + 256 for n in numbers], np.uint64)
     if (rows["nbytes"] > limits).any() or not rows["nbytes"].all():
         raise FormatError("a piece is empty, or larger than what it stands for", code="limit")

@@ -1,4 +1,4 @@
-"""Strict JSON and TOML that others wrote: typed access to it, and to the slices and names in it. Pure."""
+"""Strict parsing of foreign JSON and TOML: typed access to fields, slices and names. Pure."""
 
 from __future__ import annotations
 
@@ -26,10 +26,10 @@ _NO_BRACKETS = bytes(sorted(set(range(256)) - set(b'[]{}"')))
 _STRING, _ESCAPE = re.compile(rb'"[^"]*"'), re.compile(rb"\\.", re.DOTALL)
 _DIGITS_AS_0 = bytes.maketrans(b"123456789", b"000000000")
 _OUT_OF_RANGE = b"0" * 309
-"""The digits of an integer that no double has are at least so many."""
+"""Minimum digits of an integer that is out of the range of a double."""
 
 MAX_NAME_LENGTH = 4096
-"""Characters of a tensor's name."""
+"""Maximum characters of a tensor's name."""
 
 MAX_AXES = 64
 """numpy's and PyTorch's limit."""
@@ -47,9 +47,9 @@ def parse_object(blob: bytes, where: str) -> dict[str, Any]:
 def strict_json(text: str) -> Any:
     """Parse JSON as the reference reader's parser (serde_json) does, and refuse duplicate names.
 
-    Python's own reader is laxer: it takes NaN, -0 as an integer, the last of two equal names, numbers that no double
-    has, lone surrogates, and any depth that the stack has room for. Refused also is what consists of little but
-    brackets, each of which would become 70 bytes of memory.
+    Python's own reader is laxer. It accepts NaN, -0 as an integer, the last of two equal names, numbers beyond the
+    range of a double, lone surrogates, and any depth that fits the stack. JSON that consists mostly of brackets is
+    refused, too: each bracket would become 70 bytes of memory.
     """
     brackets = text.count("[") + text.count("{")
     if brackets > _FEW_BRACKETS + len(text) // _CHARACTERS_PER_BRACKET:
@@ -81,7 +81,7 @@ def strict_json(text: str) -> Any:
             raise FormatError(f"a number is out of range: {digits[:20]}...", code="syntax")
         return value
 
-    # Columns have millions of integers, which Python reads in a third of the time where none can be special.
+    # Columns have millions of integers. Python parses them in a third of the time if none can be special.
     is_plain = "-" not in text and _OUT_OF_RANGE not in text.encode("utf-8", "replace").translate(_DIGITS_AS_0)
     try:
         parsed = json.loads(
@@ -98,16 +98,16 @@ def strict_json(text: str) -> Any:
 
 
 def check_depth(text: str) -> None:
-    """Refuse JSON of more than MAX_DEPTH levels, whatever room the caller's stack has.
+    """Refuse JSON of more than MAX_DEPTH levels, independently of the free space on the caller's stack.
 
-    Of text that is no JSON, the levels count that a parser enters before it finds out.
+    For invalid JSON, only the levels that a parser enters before the first error count.
     """
     blob = text.encode("utf-8", "replace")
     if b"\\" in blob:
         blob = _ESCAPE.sub(b"", blob)
     left = _STRING.sub(b"", blob.translate(_AS_BRACKETS, _NO_BRACKETS).replace(b'""', b""))
     for _ in range(MAX_DEPTH):
-        # Takes away the innermost level of each branch.
+        # Removes the innermost level of each branch.
         left, before = left.replace(b"[]", b""), left
         if len(left) == len(before):
             break
@@ -116,8 +116,8 @@ def check_depth(text: str) -> None:
 
 
 def refuse_surrogates(text: str, parsed: Any) -> None:
-    """Refuse JSON with a string that is no Unicode text. FormatError: there is one."""
-    if "\\u" in text:  # Only an escape can bring in half of a surrogate pair.
+    """Raise FormatError if a string of the JSON is not Unicode text, but contains half of a surrogate pair."""
+    if "\\u" in text:  # Half of a surrogate pair can only come from an escape.
         try:
             json.dumps(parsed, ensure_ascii=False).encode("utf-8")
         except UnicodeEncodeError:
@@ -126,7 +126,7 @@ def refuse_surrogates(text: str, parsed: Any) -> None:
 
 def parse_toml(text: str) -> dict[str, Any]:
     """Parse TOML, in a time that is limited by its length. FormatError: it is invalid."""
-    import tomllib  # Most loads read none.
+    import tomllib  # Most loads read no TOML.
 
     if any(line.count(".") > _MAX_DOTS for line in text.split("\n")):
         raise FormatError(f"a line with more than {_MAX_DOTS} dots", code="limit")
@@ -147,7 +147,7 @@ def _check_integers(value: object) -> None:
 
 
 def decode(blob: bytes) -> str:
-    """Text in UTF-8; json.loads, given bytes, would also accept UTF-16. FormatError: it is invalid."""
+    """Decode UTF-8; json.loads, given bytes, would also accept UTF-16. FormatError: it is invalid."""
     refuse_lfs_pointer(blob)
     try:
         return blob.decode("utf-8")
@@ -156,59 +156,59 @@ def decode(blob: bytes) -> str:
 
 
 def refuse_lfs_pointer(blob: bytes) -> None:
-    """Refuse what git-lfs leaves in place of a file."""
+    """Raise FormatError if the bytes are the pointer that git-lfs leaves in place of a file."""
     if blob.startswith(LFS_POINTER):
         raise FormatError("this is a git-lfs pointer, not the file itself: run `git lfs pull`")
 
 
 _MAX_DOTS = 256
-"""The most dots in a line: the time that tomllib takes for a dotted key grows with their square."""
+"""Maximum dots in a line: the time of tomllib for a dotted key grows with their square."""
 MAX_SIZE = 2**53 - 1
-"""Sizes are not larger, so that every reader of JSON has them exactly (RFC 8259, section 6)."""
+"""Maximum value of a size: every reader of JSON represents such numbers exactly (RFC 8259, section 6)."""
 
 _ITEMS = {int: "sizes", str: "strings", list: "lists", dict: "objects", type(None): "nulls"}
-"""What messages call the items of a list, by their type."""
+"""The names of list items in messages, by their type."""
 
 Value = TypeVar("Value")
 
 
 @dataclass(frozen=True, slots=True)
 class Fields:
-    """Typed access to a parsed JSON object; every method raises FormatError where the field is not as asked."""
+    """Typed access to a parsed JSON object; methods raise FormatError if a field does not have the requested type."""
 
     top: Mapping[str, Any]
     where: str | None = None
-    """Path in errors; None: who calls adds it, see `errors.about`."""
+    """Path in errors; None: the caller adds it, see `errors.about`."""
 
     def text(self, name: str) -> str:
-        """A string."""
+        """Return a string."""
         return self._of(str, name, "a string")
 
     def size(self, name: str, default: int | None = None) -> int:
-        """A whole number, 0 to MAX_SIZE."""
+        """Return a whole number, 0 to MAX_SIZE."""
         value = self.top.get(name, default)
         if type(value) is not int or not 0 <= value <= MAX_SIZE:
             self._refuse(name, "a size")
         return value
 
     def text_or_null(self, name: str) -> str | None:
-        """A string, or null."""
+        """Return a string, or None for null."""
         return None if self._is_null(name) else self._of(str, name, "a string or null")
 
     def flag(self, name: str) -> bool:
-        """True or false."""
+        """Return True or False."""
         return self._of(bool, name, "true or false")
 
     def object(self, name: str) -> Mapping[str, Any]:
-        """An object."""
+        """Return an object."""
         return self._of(dict, name, "an object")
 
     def object_or_null(self, name: str) -> Mapping[str, Any] | None:
-        """An object, or null."""
+        """Return an object, or None for null."""
         return None if self._is_null(name) else self._of(dict, name, "an object or null")
 
     def column(self, name: str, kind: type | tuple[type, ...], count: int | None = None) -> list[Any]:
-        """A list of items of one kind or of several, `count` of them if that is given; whole numbers are sizes."""
+        """Return a list of items of one kind or of several, with `count` items if given; whole numbers are sizes."""
         kinds = kind if isinstance(kind, tuple) else (kind,)
         number = "" if count is None else f"{count} "
         expected = f"a list of {number}{' or '.join(_ITEMS[one] for one in kinds)}"
@@ -219,7 +219,7 @@ class Fields:
         return value if is_right else self._refuse(name, expected)
 
     def positions(self, name: str, count: int, limit: int) -> list[int]:
-        """A column of positions in another list, which has `limit` items."""
+        """Return a column of positions in another list, which has `limit` items."""
         column = self.column(name, int, count)
         if column and max(column) >= limit:
             raise FormatError(f"{name} {max(column)} of {limit}", path=self.where, code="field")
@@ -237,11 +237,11 @@ class Fields:
 
 
 MAX_RANGES = 2**16
-"""The most ranges of a slice along one axis."""
+"""Maximum ranges of a slice along one axis."""
 
 
 def dump_slice(part: Slice) -> dict[str, list[list[int]]] | None:
-    """A slice as axis -> ranges: `{}` for the whole tensor, None for what the rank does not hold."""
+    """Return a slice as axis -> ranges: `{}` for the whole tensor, None for a tensor that the rank does not hold."""
     if part.by_axis is None:
         return None
     most = max((len(ranges) for _, ranges in part.by_axis), default=0)
@@ -251,13 +251,13 @@ def dump_slice(part: Slice) -> dict[str, list[list[int]]] | None:
 
 
 def parse_slice(value: Any) -> Slice:
-    """The inverse of `dump_slice`. FormatError: it is not a slice."""
+    """Parse the result of `dump_slice`. FormatError: it is not a slice."""
     if value is None:
         return NOT_HELD
     if not isinstance(value, dict) or not all(isinstance(ranges, list) for ranges in value.values()):
         raise FormatError(f"{shown(value)} is not a slice", code="field")
     axes = [int(axis) if axis.isdecimal() and len(axis) <= 2 else MAX_AXES for axis in value]
-    # Rising, and each as it is written: "0", not "00" or another script's digit.
+    # Rising, and in canonical digits: "0", not "00" or another script's digit.
     if [str(axis) for axis in sorted(set(axes))] != list(value) or any(axis >= MAX_AXES for axis in axes):
         raise FormatError(f"{shown(list(value))} are not dims in rising order, below {MAX_AXES}", code="field")
     longest = max(map(len, value.values()), default=0)
@@ -272,7 +272,7 @@ def parse_slice(value: Any) -> Slice:
 
 
 def check_name(name: str) -> None:
-    """Refuse a tensor name that is too long for rules that look at its parts."""
+    """Refuse a tensor name that is too long for rules that match its parts."""
     if len(name) > MAX_NAME_LENGTH:
         raise FormatError(
             f"tensor {name[:64]!r}...: a name of {len(name)} characters, limit {MAX_NAME_LENGTH}", code="limit"
@@ -280,11 +280,11 @@ def check_name(name: str) -> None:
 
 
 _MAX_PATH_LENGTH, _MAX_PART_NBYTES = 4095, 255
-"""Linux has no longer paths, and file systems no longer names."""
+"""Maximum characters of a path on Linux, and maximum bytes of a name in file systems."""
 
 
 def is_plain_path(name: str) -> bool:
-    """Whether a name, with "/" between its parts, can be that of a file in a folder, everywhere."""
+    """Return True if a name, with "/" between its parts, is valid for a file in a folder on every system."""
     parts = name.split("/")
     return not (
         {"", ".", ".."} & set(parts)
@@ -295,14 +295,14 @@ def is_plain_path(name: str) -> bool:
 
 
 def check_path(name: str) -> None:
-    """Check that a name leads to a place in the folder."""
-    # No hidden ones, which a conversion does not take along either: they may steer other programs.
+    """Check that a name is the path of a file inside the folder."""
+    # Hidden files are refused, too: they may configure other programs. A conversion does not copy them either.
     if not is_plain_path(name) or any(part.startswith(".") for part in name.split("/")):
         raise FormatError(f"{shown(name)} is not the name of a file inside the checkpoint", code="unsafe")
 
 
 def check_apart(names: Iterable[str]) -> None:
-    """Check that no two files want one place, as files or as folders. FormatError: two do."""
+    """Raise FormatError if two files need the same path, as files or as folders."""
     for path, next_path in pairwise(sorted(f"{name}/" for name in names)):
         if next_path.startswith(path):
             raise FormatError(f"{shown(path[:-1])} is used for two files or folders", code="field")

@@ -1,8 +1,8 @@
-"""What the sidecar index of a converted checkpoint says, as values: the manifest, the rank tables, and the chunks.
+"""The sidecar index of a converted checkpoint, as values: the manifest, the rank tables, and the chunks.
 
-The manifest is small and says at once which bytes a rank needs and where they go in memory: a rank is a list of reads
-that fill an arena. The rank table, which can be large, says which tensor lies where in the arena. Chunks divide the
-files into pieces, and relayout.chunks has a proof of each. FORMAT.md is normative.
+The manifest is small and lists the bytes that a rank needs, with their offsets in memory: a rank is a list of reads
+that fill an arena. The rank table, which can be large, contains the location of each tensor in the arena. Chunks divide
+the files into pieces, and relayout.chunks has a BLAKE3 digest of each. FORMAT.md is normative.
 """
 
 from __future__ import annotations
@@ -19,23 +19,25 @@ from relayout.core.extents import BLOCK, Extent, Transfer, align_up, coalesce, s
 from relayout.core.slices import Slice, slice_transfers
 
 MANIFEST_NAME = "relayout.json"
-"""Its presence makes a folder a converted checkpoint."""
+"""The manifest's file name. A folder with this file is a converted checkpoint."""
 
 SIGNATURE_NAME = "model.sig"
-"""The file with a signature of all files beside it. `model_signing sign` writes that name by default."""
+"""The file with a signature of all files in its folder. `model_signing sign` writes that name by default."""
 
 HUB_INDEX_NAME = "model.safetensors.index.json"
-"""What stock loaders read to find out which tensor lies in which file."""
+"""The index with which built-in loaders find the file of each tensor."""
 
 SLICES_ONLY = "relayout: this folder has slices of tensors only"
-"""What that index names in place of tensors, if the folder has none that are whole. The file for it does not exist, so
-that loaders that go by the index stop."""
+"""The name in that index in place of tensors, if the folder has only slices.
+
+The index assigns it to a file that does not exist, so that loaders that use the index stop.
+"""
 
 VERSION = "0.1.0"
-"""The version of relayout, which is `relayout.__version__`; manifests name it."""
+"""The version of relayout, which is `relayout.__version__`; manifests contain it."""
 
 RANK_FILE = re.compile(r"model-rank-\d+-part-\d+\.safetensors|relayout-rank-\d+-part-\d+\.slices")
-"""What `rank_file_name` makes. Nothing else tells that a folder without a manifest was a converted one."""
+"""Matches the results of `rank_file_name`: the only sign that a folder without a manifest was a converted one."""
 
 FORMAT_VERSION = 1
 """The version of manifest, rank tables and source record."""
@@ -44,11 +46,11 @@ FILE_VERSION = 1
 """The version of the rules of rank files."""
 
 ARENA_ALIGNMENT = 16
-"""Bytes. Every tensor starts at a multiple of this in the arena."""
+"""Alignment in bytes of every tensor in the arena."""
 
 
 RANKS, WHOLE_TENSORS = "ranks", "whole"
-"""The layouts: each rank's slices in files of its own, or whole tensors, and what of a rank is not contiguous there."""
+"""The layouts: each rank's slices in its own files; or whole tensors, plus each rank's non-contiguous slices."""
 
 MIN_ALIGNMENT, MAX_ALIGNMENT = 512, 16 * 2**20
 """The least and the greatest alignment of a conversion, in bytes. It is a power of two."""
@@ -56,7 +58,7 @@ MIN_ALIGNMENT, MAX_ALIGNMENT = 512, 16 * 2**20
 
 @dataclass(frozen=True, slots=True)
 class Read:
-    """Bytes of one file and where in the arena they go."""
+    """Bytes of one file and their offset in the arena."""
 
     file: int
     """Position in the rank's list of files."""
@@ -66,7 +68,7 @@ class Read:
 
 @dataclass(frozen=True, slots=True)
 class IndexedFile:
-    """A file that holds tensors. Its position in the manifest's list is its number, by which all else refers to it."""
+    """A file with tensors. Its position in the manifest's list is its number, by which the index refers to it."""
 
     name: str
     """File name in the checkpoint folder."""
@@ -75,68 +77,70 @@ class IndexedFile:
     data_start: int
     """Absolute offset of its data section."""
     tensors_digest: str
-    """Digest of the tensors that it holds, see `digest_of_tensors`. The file's first bytes repeat it."""
+    """Digest of the tensors in the file, see `digest_of_tensors`. The file's first bytes repeat it."""
     header_digest: str
-    """Proof, in hex, of the bytes before the data section."""
+    """BLAKE3 digest, in hex, of the bytes before the data section."""
     chunks_digest: str
-    """Proof of its part of relayout.chunks."""
+    """BLAKE3 digest, in hex, of the file's part of relayout.chunks."""
 
 
 @dataclass(frozen=True, slots=True)
 class RankEntry:
-    """What the manifest says of one rank."""
+    """The manifest's entry of one rank."""
 
     table: str
     """File name of the rank table."""
     table_digest: str
-    """Proof of the table as stored, in hex."""
+    """BLAKE3 digest of the table as stored, in hex."""
     digests_digest: str
-    """Proof, in hex, of its part of relayout.digests: the digests of its tensors, in the order of the table."""
+    """BLAKE3 digest, in hex, of the rank's part of relayout.digests: its tensors' digests, in table order."""
     num_tensors: int
     nbytes: int
     """Bytes of all the rank's tensors."""
     files: tuple[int, ...]
-    """Numbers of the files that hold them."""
+    """Numbers of the files that hold the rank's tensors."""
     arena_nbytes: int
     reads: tuple[Read, ...]
 
 
 @dataclass(frozen=True, slots=True)
 class Manifest:
-    """relayout.json."""
+    """The content of relayout.json."""
 
     generator: str
     """Program and version that wrote it."""
     conversion: str | None
-    """The name of this conversion: a digest of degree, weights and cuts, see `conversion_digest`. None: unknown, as
-    only some ranks were converted."""
+    """The name of this conversion: a digest of degree, weights and cuts, see `conversion_digest`.
+
+    None: unknown, because only some ranks were converted.
+    """
     model_type: str | None
     plan: str
     """"ORIGIN:NAME", or "none"."""
     expert_parallel: bool
-    """Whether experts are owned whole."""
+    """True if experts are held whole (expert parallel)."""
     alignment: int
     dcp: bool
-    """Whether PyTorch DCP can read the rank files as one model."""
+    """True if PyTorch DCP can read the rank files as one model."""
     record_digest: str
-    """Proof of the source record as stored, in hex."""
+    """BLAKE3 digest of the source record as stored, in hex."""
     source_digests_digest: str
-    """Proof, in hex, of the last part of relayout.digests: the digests of the source tensors, in the record's order."""
+    """BLAKE3 digest, in hex, of the last part of relayout.digests: the source tensors' digests, in record order."""
     num_source_tensors: int
     source_nbytes: int
     """Bytes of all source tensors."""
     hub_index_digest: str | None
-    """Proof of model.safetensors.index.json, which is for stock loaders."""
+    """BLAKE3 digest of model.safetensors.index.json, for built-in loaders; None: the folder has no such index."""
     chunk_nbytes: int
-    """Bytes of a chunk: relayout.chunks has one proof for so many bytes of a file."""
+    """Bytes of a chunk: relayout.chunks has one digest for each chunk of a file."""
     files: tuple[IndexedFile, ...]
-    """All that hold tensors."""
+    """All files with tensors."""
     ranks: tuple[RankEntry | None, ...]
     """The entry of each rank; None for a rank that the folder does not have."""
     whole: RankEntry | None = None
-    """The whole tensors, as if they were a rank's; None but in the `whole` layout."""
+    """The whole tensors, as if they were a rank's; None except in the `whole` layout."""
     holders: Mapping[int, RankEntry] = field(init=False, repr=False, compare=False)
-    """The ranks that the folder has, and behind them the whole tensors of the `whole` layout, as `num_ranks`."""
+    """The ranks in the folder, and after them, in the `whole` layout, the whole tensors with the key `num_ranks`."""
 
     def __post_init__(self) -> None:
         holders = {holder: entry for holder, entry in enumerate((*self.ranks, self.whole)) if entry is not None}
@@ -154,7 +158,7 @@ class Manifest:
 
     @property
     def has_all(self) -> bool:
-        """Whether the folder has all ranks."""
+        """True if the folder has all ranks."""
         return None not in self.ranks
 
     @property
@@ -163,11 +167,11 @@ class Manifest:
         return frozenset(() if self.whole is None else self.whole.files)
 
     def holder_files(self, holder: int) -> list[IndexedFile]:
-        """The files of a holder, in its order, which is what reads and tables mean by a position."""
+        """Return the files of a holder, in its order; file positions in its reads and table refer to this list."""
         return [self.files[index] for index in self.holders[holder].files]
 
     def only(self, ranks: Container[int]) -> Manifest:
-        """The manifest of a folder that has only these ranks of those that this one has."""
+        """Return the manifest of a folder that has only these of the ranks."""
         entries = [entry if rank in ranks else None for rank, entry in enumerate(self.ranks)]
         used = sorted({index for entry in (*entries, self.whole) if entry is not None for index in entry.files})
         number = {index: position for position, index in enumerate(used)}
@@ -185,7 +189,7 @@ class Manifest:
 
 @dataclass(frozen=True, slots=True)
 class TensorKind:
-    """What many tensors of a rank have in common: dtype, shapes and slice."""
+    """Properties that many tensors of a rank share: dtype, shapes and slice."""
 
     dtype: str
     bits: int
@@ -195,7 +199,7 @@ class TensorKind:
     source_shape: tuple[int, ...]
     """Shape of the whole tensor."""
     part: Slice
-    """Which part of the whole tensor the slice is."""
+    """The slice of the whole tensor."""
 
     @property
     def nbytes(self) -> int:
@@ -272,43 +276,43 @@ class RankTable:
 
     @property
     def slices(self) -> Sequence[Slice]:
-        """Which part of the whole tensor each is."""
+        """The slice of each tensor, as a part of the whole tensor."""
         return OfKinds([kind.part for kind in self.kinds], self.kind_of)
 
 
 def rank_file_name(rank: int, part: int, *, beside_whole: bool = False) -> str:
-    """The name pattern that vLLM and SGLang use for sharded state; beside whole tensors, one that no loader takes.
+    """Return the name that vLLM and SGLang use for sharded state; with `beside_whole`, one that no loader accepts.
 
-    PyTorch's HuggingFaceStorageReader (torch 2.13, `hf_storage.py`) takes every *.safetensors of a folder.
+    PyTorch's HuggingFaceStorageReader (torch 2.13, `hf_storage.py`) reads every *.safetensors of a folder.
     """
     return f"relayout-rank-{rank}-part-{part}.slices" if beside_whole else f"model-rank-{rank}-part-{part}.safetensors"
 
 
 def missing_shard_name(num_ranks: int) -> str:
-    """The file that the index of a folder with slices only names, and that is not there: loaders say this name."""
+    """Return the file name in the index of a folder with only slices. It does not exist: loaders' errors show it."""
     return f"this-folder-is-converted-for-{num_ranks}-ranks-and-needs-relayout.safetensors"
 
 
 CHUNKS_NAME = "relayout.chunks"
-"""The file with the proofs of the chunks of all files, in the order of the manifest."""
+"""The file with the BLAKE3 digests of the chunks of all files, in the order of the manifest."""
 
 DIGESTS_NAME = "relayout.digests"
 """The file with the digests of the tensors of all holders, in the order of the manifest, and then of the source."""
 
 DIGESTED_NBYTES = 2**20
-"""The size of chunks that relayout writes."""
+"""Bytes of the chunks that relayout writes."""
 
 MIN_CHUNK_NBYTES, MAX_CHUNK_NBYTES = 2**16, 2**30
-"""The smallest and the largest size of chunks. It is a power of two."""
+"""The smallest and the largest size of chunks, in bytes. The size is a power of two."""
 
 
 def chunks_of(data_start: int, nbytes: int, chunk_nbytes: int) -> list[Extent]:
-    """The chunks of a file of `nbytes`: they cover its data section; the last may be shorter."""
+    """Return the chunks of a file of `nbytes`: they cover its data section; the last may be shorter."""
     return list(split(Extent(data_start, nbytes - data_start), chunk_nbytes))
 
 
 def chunks_over(piece: Extent, data_start: int, nbytes: int, chunk_nbytes: int) -> Iterator[tuple[int, Extent, Extent]]:
-    """The chunks that a piece of the data section touches: number, the chunk, and what of it is in the piece."""
+    """Yield the chunks that a piece of the data section touches: number, chunk, and the chunk's part in the piece."""
     if not piece.nbytes:
         return
     for index in range((piece.offset - data_start) // chunk_nbytes, -(-(piece.end - data_start) // chunk_nbytes)):
@@ -319,30 +323,30 @@ def chunks_over(piece: Extent, data_start: int, nbytes: int, chunk_nbytes: int) 
 
 
 def num_chunks(data_start: int, nbytes: int, chunk_nbytes: int) -> int:
-    """How many chunks a file of `nbytes` has."""
+    """Return the number of chunks of a file of `nbytes`."""
     return -(-(nbytes - data_start) // chunk_nbytes)
 
 
 def places_of_proofs(files: Sequence[IndexedFile], chunk_nbytes: int) -> list[Extent]:
-    """Where the proofs of the chunks of each file lie in relayout.chunks."""
+    """Return the extent of each file's chunk digests in relayout.chunks."""
     sizes = [PROOF_NBYTES * num_chunks(file.data_start, file.nbytes, chunk_nbytes) for file in files]
     return [Extent(end - nbytes, nbytes) for nbytes, end in zip(sizes, accumulate(sizes), strict=True)]
 
 
 def places_of_digests(manifest: Manifest) -> list[Extent]:
-    """Where the digests of each holder's tensors lie in relayout.digests, in order, and last those of the source."""
+    """Return the extent of each holder's tensor digests in relayout.digests, in order, and last the source's."""
     counts = [*(entry.num_tensors for entry in manifest.holders.values()), manifest.num_source_tensors]
     ends = accumulate(DIGEST_NBYTES * count for count in counts)
     return [Extent(end - DIGEST_NBYTES * n, DIGEST_NBYTES * n) for n, end in zip(counts, ends, strict=True)]
 
 
 _DIRECT_NBYTES = 2**20
-"""Contiguous reads of at least so many bytes get a target that direct I/O can read into; that may waste a block."""
+"""Minimum bytes of contiguous reads that get a target suitable for direct I/O; that may waste a block."""
 
 
 @dataclass(frozen=True, slots=True)
 class ArenaLayout:
-    """The layout of an arena: which read puts which bytes of a rank where in memory."""
+    """The layout of an arena: the target in memory for the bytes of each read."""
 
     nbytes: int
     reads: tuple[Read, ...]
@@ -353,9 +357,10 @@ class ArenaLayout:
 def plan_arena(files: Sequence[tuple[int, Sequence[int], Sequence[int]]]) -> ArenaLayout:
     """Lay out the arena for files given as (data start, offsets, sizes) of their slices in file order.
 
-    The bulk of a file is one read, congruent with its file offset modulo a block, so that it can go directly to its
-    place, with whole blocks of the arena to itself. Slices whose size is not a multiple of 16 bytes, which would lie
-    at odd addresses, are spread out to multiples of 16, one strided read for each run of equal sizes.
+    The bulk of a file is one read. Its arena offset is congruent with its file offset modulo a block, and it has whole
+    blocks of the arena to itself, so that direct I/O can read it in place. Slices with a size that is not a multiple of
+    16 bytes would lie at odd addresses. They are spread out to multiples of 16, one strided read for each run of equal
+    sizes.
     """
     reads: list[Read] = []
     columns = []
@@ -385,20 +390,20 @@ def plan_arena(files: Sequence[tuple[int, Sequence[int], Sequence[int]]]) -> Are
 
 @dataclass(frozen=True, slots=True)
 class Placement:
-    """An arena for some tensors, and where in it each lies."""
+    """An arena for some tensors, with the location of each."""
 
     nbytes: int
     """Bytes of the arena, a multiple of the block."""
     offsets: tuple[int, ...]
     """Arena offset of each tensor, a multiple of `ARENA_ALIGNMENT`."""
     reads: tuple[Read, ...]
-    """What fills the arena. Targets do not overlap."""
+    """The reads that fill the arena. Targets do not overlap."""
 
 
 def place(tensors: Sequence[tuple[Read, ...]], sizes: Sequence[int], start: int = 0) -> Placement:
     """Place tensors one after the other, from the arena offset `start` (a multiple of the block).
 
-    Each is given by its reads, whose targets are relative to its first byte. Tensors that are also adjacent in a file
+    Each tensor is given by its reads, with targets relative to its first byte. Tensors that are also adjacent in a file
     share one read.
     """
     offsets: list[int] = []
@@ -420,7 +425,7 @@ def place(tensors: Sequence[tuple[Read, ...]], sizes: Sequence[int], start: int 
 
 
 def _start(end: int, first: tuple[Read, ...], last: tuple[Read, ...]) -> int:
-    """The first offset from `end` on at which the largest of these reads can go directly into the arena."""
+    """Return the first offset from `end` on at which the largest of these reads can go directly into the arena."""
     start = align_up(end, ARENA_ALIGNMENT)
     contiguous = [read.transfer for read in first if read.transfer.count == 1]
     if not contiguous:
@@ -433,8 +438,8 @@ def _start(end: int, first: tuple[Read, ...], last: tuple[Read, ...]) -> int:
 
 
 def _runs(tensors: Sequence[tuple[Read, ...]], sizes: Sequence[int]) -> Iterator[tuple[int, int]]:
-    """First and last row of each group of tensors that can share one read, each at a multiple of 16 bytes."""
-    # Offsets if all tensors were packed. Tensors can share a read where file offset minus packed offset is constant.
+    """Yield first and last row of each group of tensors that can share one read, each at a multiple of 16 bytes."""
+    # Offsets if all tensors were packed. Tensors can share a read if file offset minus packed offset is constant.
     positions = accumulate((align_up(nbytes, ARENA_ALIGNMENT) for nbytes in sizes), initial=0)
 
     def where(item: tuple[int, int]) -> tuple[tuple[int, ...], int, int]:

@@ -1,4 +1,4 @@
-"""Writes and reads the manifest, and what all files of the sidecar index share. Pure; FORMAT.md is normative."""
+"""Writes and reads the manifest, and common parts of all sidecar index files. Pure; FORMAT.md is normative."""
 
 from __future__ import annotations
 
@@ -35,19 +35,18 @@ SOURCE_RECORD_NAME = "relayout.source.json.zst"
 
 MAX_MANIFEST_NBYTES = 64 * 2**20
 MAX_WINDOW_NBYTES = 2**27
-"""Limit of a zstd window."""
+"""Maximum bytes of a zstd window."""
 MAX_TABLE_NBYTES = 2**27
-"""Limit of a table's JSON, uncompressed."""
+"""Maximum bytes of a table's JSON, uncompressed."""
 MAX_RECORD_NBYTES = 2**29
-"""Limit of the source record's JSON, which has the headers of all shards, too: a million tensors take half of it."""
+"""Maximum bytes of the source record's JSON, with the headers of all shards: a million tensors take half."""
 _MIN_ENTRY_NBYTES = 48
-"""Bytes that a tensor's entry in a header takes at least."""
+"""Minimum bytes of a tensor's entry in a header."""
 _PIECE_NBYTES = 2**12
-"""Bytes of a zstd frame that are expanded at a time: what they expand to, at most 32,000 times as much, may be too much
-already."""
+"""Bytes of a zstd frame to expand at a time: the result, up to 32,000 times larger, may exceed the limit."""
 
 DELTA, WHOLE = "delta", "whole"
-"""What manifests require of their readers: that of a delta, and that of a folder with whole tensors."""
+"""Values of a manifest's `requires`: its reader must support deltas, or folders with whole tensors."""
 
 _SELF_DIGEST = b'"self_digest"'
 _DIGEST, _PROOF = (re.compile(rf"[0-9a-f]{{{2 * nbytes}}}\Z") for nbytes in (DIGEST_NBYTES, PROOF_NBYTES))
@@ -59,17 +58,17 @@ WHOLE_TABLE_NAME = "relayout.whole.json.zst"
 
 
 def table_name(rank: int) -> str:
-    """File name of a rank's table."""
+    """Return the file name of a rank's table."""
     return f"relayout.rank-{rank}.json.zst"
 
 
 def relayout_entry(tensors_digest: str) -> str:
-    """The `relayout` entry of a file's `__metadata__`, the first thing in its header: what the file holds."""
+    """Return the `relayout` entry of a file's `__metadata__`, first in the header: it identifies the tensors."""
     return compact_json({"format": FILE_VERSION, "tensors_digest": tensors_digest}).decode()
 
 
 def header_prefix(tensors_digest: str) -> bytes:
-    """The bytes that follow the 8-byte length in a file that holds these tensors."""
+    """Return the bytes that follow the 8-byte length in a file that holds these tensors."""
     entry = compact_json({"relayout": relayout_entry(tensors_digest)})
     return b'{"__metadata__":' + entry.removesuffix(b"}")
 
@@ -80,7 +79,7 @@ def content_of(blob: bytes) -> str:
 
 
 def digest_of_tensors(rows: Iterable[tuple[str, str, str]]) -> str:
-    """The digest that names the tensors that a file holds.
+    """Return the digest that identifies the tensors in a file.
 
     Args:
         rows: of each tensor, in file order: its name as JSON, its `tensor_head`, and the digest of its bytes.
@@ -90,23 +89,23 @@ def digest_of_tensors(rows: Iterable[tuple[str, str, str]]) -> str:
 
 
 def tensor_head(dtype: str, source_shape: tuple[int, ...], part: Slice) -> str:
-    """What rows of `digest_of_tensors` have in common that differ in name and digest only."""
+    """Return the common part of rows of `digest_of_tensors` that differ only in name and digest."""
     return json_text([dtype, source_shape, dump_slice(part)])[1:-1]
 
 
 def compact_json(top: object) -> bytes:
-    """JSON without white space."""
+    """Return JSON without white space."""
     return json_text(top).encode()
 
 
 def compress(text: bytes, limit: int = MAX_TABLE_NBYTES) -> bytes:
-    """What is stored of JSON. PlanError: it would be too large to be read again."""
+    """Compress JSON for storage. PlanError: it would be too large to be read again."""
     what = "a table or record"
     return readable(zstandard.ZstdCompressor(level=10).compress(readable(text, limit, what)), limit, what)
 
 
 def decompress(blob: bytes, where: str, limit: int = MAX_TABLE_NBYTES) -> bytes:
-    """The inverse of `compress`. FormatError: not a zstd frame, or larger than the limit."""
+    """Expand the result of `compress`. FormatError: not a zstd frame, or larger than the limit."""
     with about(path=where):
         _check_window(blob)
         frame = zstandard.ZstdDecompressor(max_window_size=MAX_WINDOW_NBYTES).decompressobj()
@@ -131,7 +130,7 @@ def decompress(blob: bytes, where: str, limit: int = MAX_TABLE_NBYTES) -> bytes:
 
 
 def _check_window(blob: bytes) -> None:
-    """Refuse a frame with a large window: the library looks at that only where it needs one."""
+    """Refuse a frame with a large window: the library checks it only if the frame needs a window."""
     try:
         window_nbytes = zstandard.get_frame_parameters(blob).window_size
     except zstandard.ZstdError as error:
@@ -141,7 +140,7 @@ def _check_window(blob: bytes) -> None:
 
 
 def dump_manifest(manifest: Manifest) -> bytes:
-    """Serialize relayout.json: indented, for people."""
+    """Serialize relayout.json, indented for people."""
     top: dict[str, Any] = {
         "relayout": FORMAT_VERSION,
         "requires": [] if manifest.whole is None else [WHOLE],
@@ -169,7 +168,7 @@ def dump_manifest(manifest: Manifest) -> bytes:
 
 
 def sealed(top: Mapping[str, Any]) -> bytes:
-    """A manifest as stored: for people, a line for each entry, and with the proof of all that is in front of it.
+    """Return a manifest as stored: a line for each entry, and last the BLAKE3 digest of all bytes before.
 
     PlanError: it would be too large to be read again.
     """
@@ -179,7 +178,7 @@ def sealed(top: Mapping[str, Any]) -> bytes:
 
 
 def _lines(value: object) -> str:
-    """JSON of a field of the manifest: of a list of entries, a line for each."""
+    """Return the JSON of a field of the manifest: for a list of entries, a line for each."""
     if isinstance(value, list | tuple) and any(isinstance(entry, dict) for entry in value):
         return "[\n" + ",\n".join(f"    {_line(entry)}" for entry in value) + "\n  ]"
     return _line(value)
@@ -190,11 +189,11 @@ def _line(value: object) -> str:
 
 
 def closed(text: bytes, colon: str = ":", end: str = "}\n") -> bytes:
-    """Close a JSON object by its last field, the proof of all bytes before it; `check_self_digest` compares that.
+    """Close a JSON object with its last field, the BLAKE3 digest of all bytes before; see `check_self_digest`.
 
     Args:
         text: the object up to this field, with a comma at its end.
-        colon, end: between and behind name and value.
+        colon, end: between and after name and value.
     """
     return text + _SELF_DIGEST + f'{colon}"{proof_hex(text)}"{end}'.encode()
 
@@ -245,21 +244,21 @@ def _parse_manifest(blob: bytes, top: Mapping[str, Any]) -> Manifest:
 
 
 def check_top(blob: bytes, top: Mapping[str, Any], *, is_delta: bool = False) -> None:
-    """Check what comes before all other fields of a manifest: version, requirements, and its own proof."""
+    """Check that a manifest is readable, before its other fields: version, `requires`, and its own digest."""
     check_version(top)
     _check_requirements(top.get("requires"), is_delta)
     check_self_digest(blob, top)
 
 
 def check_version(top: Mapping[str, Any]) -> None:
-    """Refuse a format that is not this one. FormatError: it is another, or none is named."""
+    """Raise FormatError if the format version is missing or not the supported one."""
     version = top.get("relayout")
     if type(version) is not int or version != FORMAT_VERSION:
         raise FormatError(f"format version {shown(version)}, this relayout reads {FORMAT_VERSION}", code="version")
 
 
 def _check_requirements(requires: object, is_delta: bool) -> None:
-    """Refuse a folder that cannot be read without knowing more than this reader does."""
+    """Refuse a folder with requirements that this reader does not support."""
     if not isinstance(requires, list) or not all(isinstance(name, str) for name in requires):
         raise FormatError("'requires' is missing or not a list of strings", code="field")
     unknown = sorted(set(requires) - {DELTA, WHOLE})
@@ -276,7 +275,7 @@ def _check_requirements(requires: object, is_delta: bool) -> None:
 
 
 def check_self_digest(blob: bytes, top: Mapping[str, Any]) -> None:
-    """Compare the last field with the proof of all bytes before it. FormatError: it is another, or not the last."""
+    """Compare the last field with the digest of all bytes before it. FormatError: it differs, or is not the last."""
     place = blob.rfind(_SELF_DIGEST)
     if place < 0 or list(top)[-1] != "self_digest" or top["self_digest"] != proof_hex(blob[:place]):
         raise FormatError(
@@ -286,12 +285,12 @@ def check_self_digest(blob: bytes, top: Mapping[str, Any]) -> None:
 
 
 def digest_field(fields: Fields, name: str) -> str:
-    """A digest in hex. FormatError: it is not."""
+    """Return an XXH3-128 digest in hex. FormatError: the field is not one."""
     return _hex_field(fields, name, _DIGEST, "a digest")
 
 
 def proof_field(fields: Fields, name: str) -> str:
-    """A proof in hex. FormatError: it is not."""
+    """Return a BLAKE3 digest in hex. FormatError: the field is not one."""
     return _hex_field(fields, name, _PROOF, "a proof")
 
 
@@ -446,7 +445,7 @@ def _check_reads(entry: RankEntry, files: Sequence[IndexedFile]) -> None:
 
 
 def parse_shapes(values: Iterable[Any]) -> list[tuple[int, ...]]:
-    """Shapes from lists of sizes. FormatError: one is invalid."""
+    """Return shapes from lists of sizes. FormatError: one is invalid."""
     shapes = list(map(tuple, values))
     dims = [dim for shape in shapes for dim in shape]
     if any(len(shape) > MAX_AXES for shape in shapes):

@@ -1,7 +1,7 @@
-"""Writes and reads rank tables: which tensor of a rank lies where. Pure; FORMAT.md is normative.
+"""Writes and reads rank tables: the locations of a rank's tensors. Pure; FORMAT.md is normative.
 
-Half a million tensors are of a few dozen kinds (dtype, shape, how they were cut): these are stored once each. What is
-said of each tensor is a column of numbers, which numpy checks.
+Half a million tensors are of a few dozen kinds (dtype, shape, cut), which are stored once each. The properties of each
+tensor are columns of numbers, which numpy checks.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ from relayout.format.manifest import (
 Column = npt.NDArray[np.int64]
 
 _MAX_BITS = 1024
-"""The most bits of an element of a dtype that is not known."""
+"""Maximum bits of an element of an unknown dtype."""
 
 
 def dump_table(table: RankTable) -> bytes:
@@ -124,7 +124,7 @@ def _parse_kinds(fields: Fields) -> list[TensorKind]:
 
 
 def _sizes(table: RankTable, entry: RankEntry) -> Column:
-    """Bytes of each tensor."""
+    """Return the bytes of each tensor."""
     kind_of = np.array(table.kind_of, np.int64)
     sizes = np.zeros(len(table.kinds), np.int64)
     for index, first in zip(*np.unique(kind_of, return_index=True), strict=True):
@@ -138,17 +138,17 @@ def _sizes(table: RankTable, entry: RankEntry) -> Column:
 
 
 def _check_places(table: RankTable, manifest: Manifest, sizes: Column) -> None:
-    """Prove that each tensor lies inside its file and the arena, and that reads bring it there: one run of one read.
+    """Check that each tensor lies inside its file and the arena, and that one run of one read brings it there.
 
-    In a file of whole tensors, one run for each range of a slice.
+    In a file of whole tensors, this holds for each range of a slice.
 
-    All numbers are at most MAX_SIZE, and `_check_reads` has proved those of the reads: no sum below overflows.
+    All numbers are at most MAX_SIZE, and `_check_reads` has checked those of the reads: no sum below overflows.
     """
 
     def refuse(
         wrong: npt.NDArray[np.bool_], what: Callable[[int], str], code: FormatCode, rows: Column | None = None
     ) -> None:
-        """Refuse the first tensor that is wrong; `rows` are those of the tensors, where `wrong` is about others."""
+        """Raise FormatError for the first wrong item; `rows` are the items' tensors, if items are pieces."""
         for index in np.flatnonzero(wrong)[:1]:
             name = table.names[index if rows is None else rows[index]]
             raise FormatError(what(index), tensor=name, code=code)
@@ -191,7 +191,7 @@ def _check_places(table: RankTable, manifest: Manifest, sizes: Column) -> None:
 
 
 def _pieces(table: RankTable, shared: Sequence[bool], sizes: Column) -> Column:
-    """The contiguous pieces of tensors in their files, in columns: rows, file offsets, arena offsets and bytes."""
+    """Return contiguous pieces of tensors in their files, in columns: rows, file offsets, arena offsets, bytes."""
     offsets, arena_offsets = (np.array(column, np.int64) for column in (table.offsets, table.arena_offsets))
     whole = np.stack([np.arange(len(sizes)), offsets, arena_offsets, sizes])
     is_shared = np.array(shared, bool)[np.array(table.files, np.int64)] if any(shared) else np.zeros(len(sizes), bool)
@@ -210,7 +210,7 @@ def _pieces(table: RankTable, shared: Sequence[bool], sizes: Column) -> Column:
 
 
 def _ranges_in_whole(kind: TensorKind, name: str) -> tuple[Transfer, ...]:
-    """The contiguous pieces of a slice in its whole tensor."""
+    """Return the contiguous pieces of a slice in its whole tensor."""
     try:
         transfers = kind.in_whole
     except PlanError as error:
@@ -223,7 +223,7 @@ def _ranges_in_whole(kind: TensorKind, name: str) -> tuple[Transfer, ...]:
 def _are_brought(
     entry: RankEntry, files: Column, offsets: Column, arena_offsets: Column, sizes: Column
 ) -> npt.NDArray[np.bool_]:
-    """Whether one run of one read has a tensor's bytes and puts them where the table says; empty tensors need none."""
+    """Return, for each piece, True if it is empty, or one run of one read puts it at its arena offset."""
     if not entry.reads:
         return np.equal(sizes, 0)
     numbers = [

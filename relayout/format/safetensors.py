@@ -1,8 +1,8 @@
 """Reads and writes the header of a safetensors file. Pure: bytes in, bytes out.
 
 A file is 8 bytes (little-endian length n of the header), n bytes of JSON in UTF-8, then the data section.
-`parse_header` proves in one pass what the reference reader proves (safetensors 0.8.0, `src/tensor.rs`,
-`Metadata::validate`), so that nothing downstream checks again, and is stricter in the points that SECURITY.md lists.
+`parse_header` makes in one pass all checks of the reference reader (safetensors 0.8.0, `src/tensor.rs`,
+`Metadata::validate`), so that no later code checks again. It is stricter in the points that SECURITY.md lists.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from relayout.errors import FormatError, PlanError, about, shown
 from relayout.format.fields import MAX_AXES, check_name, refuse_lfs_pointer, strict_json
 
 MAX_HEADER_NBYTES = 100_000_000
-"""The reference reader refuses a longer header."""
+"""Maximum bytes of a header: the reference reader refuses a longer one."""
 
 LENGTH_NBYTES = 8
 """Bytes of the length field that starts a file."""
@@ -44,24 +44,24 @@ class TensorEntry:
 
 @dataclass(frozen=True, slots=True)
 class Header:
-    """What a valid header says. The tensors, in offset order, cover the data section without hole or overlap."""
+    """A valid header. The tensors, in offset order, cover the data section without hole or overlap."""
 
     tensors: tuple[TensorEntry, ...]
     metadata: Mapping[str, str]
-    """The `__metadata__` entry; empty where the file has none."""
+    """The `__metadata__` entry; empty if the file has none."""
     data_start: int
     """Absolute file offset of the data section, in bytes."""
     data_nbytes: int
     """Length of the data section in bytes."""
     is_in_order: bool = True
-    """Whether it names the tensors in their order."""
+    """True if the header lists the tensors in offset order."""
 
 
 def header_nbytes(prefix: bytes, file_nbytes: int) -> int:
-    """The length n that the first 8 bytes declare, checked against the file's size.
+    """Return the length n that the first 8 bytes declare, checked against the file's size.
 
     Args:
-        prefix: the first bytes of the file, as many as `LFS_POINTER` has or more.
+        prefix: the first bytes of the file, at least as long as `LFS_POINTER`.
     """
     refuse_lfs_pointer(prefix)
     if len(prefix) < LENGTH_NBYTES:
@@ -78,7 +78,7 @@ def header_nbytes(prefix: bytes, file_nbytes: int) -> int:
 
 
 def parse_header(blob: bytes, file_nbytes: int, where: str) -> Header:
-    """Parse the 8 + n bytes that start a file of `file_nbytes` bytes, and prove the whole file's structure."""
+    """Parse the 8 + n bytes that start a file of `file_nbytes` bytes, and validate the whole file's structure."""
     with about(path=where):
         return _parse_header(blob, file_nbytes)
 
@@ -136,12 +136,12 @@ def build_header(tensors: Iterable[TensorEntry], metadata: Mapping[str, str], al
 
 
 def entry_head(dtype: str, shape: Iterable[int]) -> str:
-    """What entries of one dtype and shape have in common: all but the two offsets, which come last."""
+    """Return the common part of entries with this dtype and shape: all but the two offsets, which come last."""
     return f'{{"dtype":"{dtype}","shape":[{",".join(map(str, shape))}],"data_offsets":['
 
 
 def entries_text(rows: Iterable[tuple[str, str, int, int]]) -> str:
-    """The tensors' entries, without the braces around them: what headers of several ranks may have in common.
+    """Return the tensors' entries, without the braces around them; headers of several ranks may share this text.
 
     Args:
         rows: name as JSON, `entry_head`, and start and end in the data section.
@@ -150,7 +150,7 @@ def entries_text(rows: Iterable[tuple[str, str, int, int]]) -> str:
 
 
 def join_header(entries: str, metadata: Mapping[str, str], alignment: int) -> bytes:
-    """Build the header of entries that `entries_text` has written; the rest as for `build_header`."""
+    """Build a header from the result of `entries_text`; other arguments as for `build_header`."""
     parts = [f"{json_text(METADATA_KEY)}:{json_text(dict(metadata))}"] if metadata else []
     text = f"{{{','.join([*parts, entries] if entries else parts)}}}".encode()
     padded = data_start_after(len(text), alignment) - LENGTH_NBYTES
@@ -158,7 +158,7 @@ def join_header(entries: str, metadata: Mapping[str, str], alignment: int) -> by
 
 
 def data_start_after(text_nbytes: int, alignment: int) -> int:
-    """Where the data section starts behind a header whose JSON has so many bytes."""
+    """Return the data start of a file with a header of this many bytes of JSON."""
     start = align_up(LENGTH_NBYTES + text_nbytes, alignment)
     if start - LENGTH_NBYTES > MAX_HEADER_NBYTES:
         what = f"a header of {start - LENGTH_NBYTES} bytes, limit {MAX_HEADER_NBYTES}"
@@ -167,7 +167,7 @@ def data_start_after(text_nbytes: int, alignment: int) -> int:
 
 
 json_text = json.JSONEncoder(ensure_ascii=False, separators=(",", ":")).encode
-"""A value as JSON, without white space, non-ASCII characters as they are."""
+"""Serializer of a value as JSON, without white space, with non-ASCII characters unescaped."""
 
 
 def _parse_metadata(value: Any) -> dict[str, str]:

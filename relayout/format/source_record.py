@@ -1,4 +1,4 @@
-"""The source record: what the source checkpoint was, so that it can be compared, and given back. Pure."""
+"""The source record: a description of the source checkpoint, with which it can be compared and restored. Pure."""
 
 from __future__ import annotations
 
@@ -17,13 +17,12 @@ from relayout.format.safetensors import LENGTH_NBYTES
 
 _ORIGINS = ("builtin", "file", "transformers", "vllm", "sglang")
 _MAX_RULES_NBYTES = 2**20
-"""The largest plan as compact JSON: a plan file of 2^18 bytes, and the plan that it extends, take less than half of
-it."""
+"""Maximum bytes of a plan as compact JSON. A plan file of 2^18 bytes and its base plan take less than half."""
 
 
 @dataclass(frozen=True, slots=True)
 class SideFile:
-    """A file that was copied as it is."""
+    """A file that was copied unchanged."""
 
     name: str
     """Path relative to the folder."""
@@ -46,7 +45,7 @@ class RecordedFile:
 
 @dataclass(frozen=True, slots=True)
 class FileDigest:
-    """A digest of a whole file of a plain checkpoint, and what states it."""
+    """A digest of a whole file of a plain checkpoint, and its origin."""
 
     name: str
     """Path relative to the folder."""
@@ -57,8 +56,11 @@ class FileDigest:
 
 
 VERIFIED_BY = ("hub cache", "hub download", "SHA256SUMS", "model.sig")
-"""What may state the digest of a file: the name of its blob in the cache of the hub; the metadata that `hf download
---local-dir` leaves; a list of digests in the folder; a signature by a signer of the policy."""
+"""Possible origins of a file's digest.
+
+In this order: the name of its blob in the cache of the hub; the metadata that `hf download --local-dir` leaves; a list
+of digests in the folder; a signature by a signer of the policy.
+"""
 _FILE_DIGEST = re.compile(r"sha256:[0-9a-f]{64}|git-sha1:[0-9a-f]{40}")
 
 
@@ -71,8 +73,10 @@ class RecordedPlan:
     origin: str
     """"builtin", "file", "transformers", "vllm" or "sglang"."""
     rules: Mapping[str, Any]
-    """A JSON object with the keys of a plan file, which `plans.family.parse_rules` understands. Empty for "vllm"
-    and "sglang": the cuts are what was observed, at this degree only."""
+    """A JSON object with the keys of a plan file, for `plans.family.parse_rules`.
+
+    It is empty for "vllm" and "sglang": the cuts were observed from the engine, at this degree only.
+    """
 
     @property
     def full_name(self) -> str:
@@ -82,20 +86,20 @@ class RecordedPlan:
 
 @dataclass(frozen=True, slots=True)
 class ConversionOptions:
-    """What decides, beside the source and the cuts of its tensors, which bytes a conversion writes."""
+    """Options that, with the source and the cuts of its tensors, decide which bytes a conversion writes."""
 
     num_ranks: int
     """The tensor-parallel degree."""
     plan: str
-    """Full name of the plan, ORIGIN:NAME; "none" if there is none."""
+    """Full name of the plan, ORIGIN:NAME; "none" without a plan."""
     expert_parallel: bool
-    """Whether experts are owned whole."""
+    """True if experts are held whole (expert parallel)."""
     alignment: int
     """Bytes."""
     max_part_nbytes: int
-    """About how large a rank file may be."""
+    """Approximate maximum bytes of a rank file."""
     dcp: bool
-    """Whether headers say what PyTorch DCP needs."""
+    """True if headers contain the metadata for PyTorch DCP."""
     layout: str
     """`RANKS` or `WHOLE_TENSORS`."""
 
@@ -106,7 +110,7 @@ class SourceRecord:
 
     options: ConversionOptions
     plan: RecordedPlan | None
-    """The plan by which the source was cut; None: there was none, as one rank needs none."""
+    """The plan by which the source was cut; None: one rank needs no plan."""
     names: Sequence[str]
     dtypes: Sequence[str]
     shapes: Sequence[tuple[int, ...]]
@@ -119,13 +123,13 @@ class SourceRecord:
     """For each source tensor: absolute offset in its file."""
     files: tuple[RecordedFile, ...]
     index: tuple[str, bytes] | None
-    """Name and bytes of the index.json, where there was one."""
+    """Name and bytes of the index.json; None if the source had none."""
     side_files: tuple[SideFile, ...]
     verified: tuple[FileDigest, ...] = ()
     """The digests with which whole shards were compared during the conversion; empty: none were known."""
 
     def cut(self, t: int) -> Cut:
-        """How a source tensor is cut."""
+        """Return the cut of a source tensor."""
         return self.cuts[self.cut_of[t]]
 
 
@@ -167,7 +171,7 @@ def dump_record(record: SourceRecord) -> bytes:
 
 
 def conversion_digest(record: SourceRecord, digests: Sequence[str | None]) -> str | None:
-    """The name of a conversion: a digest of its degree, the weights, and how they are cut. None: some are unknown.
+    """Return the name of a conversion: a digest of its degree, weights and cuts; None if digests are unknown.
 
     Args:
         digests: of the source tensors.
@@ -181,7 +185,7 @@ def conversion_digest(record: SourceRecord, digests: Sequence[str | None]) -> st
 
 
 def parse_record(text: bytes, num_ranks: int, where: str) -> SourceRecord:
-    """Parse the source record, given uncompressed. FormatError: it is not what FORMAT.md demands."""
+    """Parse the source record, given uncompressed. FormatError: it violates FORMAT.md."""
     with about(path=where):
         return _parse_record(Fields(parse_object(text, where)), num_ranks)
 
@@ -312,7 +316,7 @@ def _check_tensors(record: SourceRecord) -> None:
 
 
 def _reach(cut: Cut) -> dict[int, int]:
-    """How far slices go along each axis."""
+    """Return the maximum end of slices along each axis."""
     ends: dict[int, int] = {}
     for part in cut.distinct:
         for axis, ranges in part.by_axis or ():

@@ -1,7 +1,8 @@
-"""The index of a root of steps: which steps are there, and how a reader gets to one. Pure; FORMAT.md is normative.
+"""The index of a step repository: the existing steps, and the chain to each. Pure; FORMAT.md is normative.
 
-A root has folders and deltas that never change, and this index, which is replaced as a whole. Every name is noted here
-before anything is written by that name, and until all of it is deleted: so what may be deleted is a matter of record.
+A repository has folders and deltas that never change, and this index, which is replaced as a whole. Every name is in
+the index before anything is written under the name, and until all of it is deleted: so the index is the record of
+everything that may be deleted.
 """
 
 from __future__ import annotations
@@ -21,14 +22,14 @@ MAX_STEPS_NBYTES = 2**26
 STEPS_VERSION = 1
 
 GRACE_SECONDS = 3600
-"""How long what is retired stays by default."""
+"""Default seconds for which retired names are kept."""
 
 FULL, DELTA = "full", "delta"
 _NAME = re.compile(rf"({FULL}|{DELTA})-([0-9]{{9}}|[1-9][0-9]{{9,15}})-[0-9a-f]{{8}}")
 
 
 def step_name(kind: str, step: int, token: str) -> str:
-    """The name of what is written for a step.
+    """Return the name of a folder or delta that is written for a step.
 
     Args:
         kind: `FULL` or `DELTA`.
@@ -40,13 +41,13 @@ def step_name(kind: str, step: int, token: str) -> str:
 
 
 def step_of(name: str) -> int | None:
-    """Return the number in the name of a folder or a delta of a root; None: this is no such name."""
+    """Return the number in the name of a folder or a delta of a step repository; None: the name has another form."""
     return int(name.split("-")[1]) if _NAME.fullmatch(name) else None
 
 
 @dataclass(frozen=True, slots=True)
 class Stored:
-    """A folder or a delta in a root."""
+    """A folder or a delta in a step repository."""
 
     name: str
     nbytes: int
@@ -55,65 +56,67 @@ class Stored:
 
 @dataclass(frozen=True, slots=True)
 class PublishedStep:
-    """A step, at its place in the order in which steps were published."""
+    """A step, at its position in the order in which steps were published."""
 
     step: int
-    """The trainer's number. One that was published again has the content of its last entry."""
+    """The trainer's number. If a number was published again, its last entry has the current content."""
     content: str
     """Content of the step; see `manifest.content_of`."""
     full: Stored | None
-    """The step's converted folder; None: deltas lead to it."""
+    """The step's converted folder; None: it is reached by deltas."""
     delta: Stored | None
-    """What leads here from the entry before this one; None: only a folder does."""
+    """The delta from the previous entry to this one; None: the step has only a folder."""
     time: int
-    """When it was published: seconds since 1970, by the publisher's clock."""
+    """Time of publication: seconds since 1970, by the publisher's clock."""
 
     @property
     def stored(self) -> tuple[Stored, ...]:
-        """The folder and the delta, if they are there; one of them is."""
+        """The folder and the delta, as far as they exist; at least one does."""
         return tuple(one for one in (self.full, self.delta) if one is not None)
 
 
 @dataclass(frozen=True, slots=True)
 class Retired:
-    """What no entry names any more, and readers of an older index may still read."""
+    """A name that no entry contains any more, but that readers of an older index may still read."""
 
     name: str
     since: int
-    """When it was retired: seconds since 1970, by the clock of the publisher that retired it. If that is ahead of the
-    clock of the next publisher, this one's time when it began."""
+    """Time of retirement: seconds since 1970, by the clock of the publisher that retired the name.
+
+    If that is ahead of the clock of the next publisher, the time when the next publisher began.
+    """
 
 
 @dataclass(frozen=True, slots=True)
 class Chain:
-    """What leads a reader to a step."""
+    """The folder and deltas that lead a reader to a step."""
 
     step: int
     content: str
     """Content of the step; see `manifest.content_of`."""
     full: str | None
-    """The name of the converted folder to begin with; None: with what the reader has."""
+    """The name of the converted folder to begin with; None: begin with the reader's present content."""
     deltas: tuple[str, ...]
     """The names of the deltas that are then applied, in this order."""
     nbytes: int
-    """Bytes of all of these, for all ranks."""
+    """Bytes of folder and deltas, for all ranks."""
     target: str
-    """The name of the step's delta, or of its folder. A signature is of that, and so of the step's number."""
+    """The name of the step's delta, or of its folder. A signature covers this name, and so the step's number."""
 
 
 @dataclass(frozen=True, slots=True)
 class Retention:
-    """Which steps of a root are kept."""
+    """The rule that decides which steps of a repository are kept."""
 
     num_steps: int
-    """The last ones are kept, however old they are."""
+    """Number of last entries that are kept at any age."""
     seconds: int
-    """Younger ones are kept, however many they are."""
+    """Age below which entries are kept, in any number."""
 
     def first_kept(self, entries: Sequence[PublishedStep], now: int) -> int:
-        """The position of the first entry that is kept: the newest folder from which all that are kept are made.
+        """Return the position of the first kept entry: the newest folder from which all kept steps can be rebuilt.
 
-        An entry from the future, of a publisher whose clock is ahead, is as old as the one after it.
+        An entry with a time in the future, by a publisher with a fast clock, counts as old as the one after it.
         """
         first, time = max(0, len(entries) - max(1, self.num_steps)), now
         for i in reversed(range(len(entries))):
@@ -125,14 +128,14 @@ class Retention:
 
 @dataclass(frozen=True, slots=True)
 class StepsIndex:
-    """The content of steps.json. The first entry has a folder, and each one a folder or a delta."""
+    """The content of steps.json. The first entry has a folder, and each entry has a folder or a delta."""
 
     entries: tuple[PublishedStep, ...] = ()
     pending: tuple[str, ...] = ()
     """Names that a publisher is writing now, or was writing when it was killed."""
     retired: tuple[Retired, ...] = ()
     grace_seconds: int = GRACE_SECONDS
-    """How long what is retired stays: a reader of an older index has so long to read it."""
+    """Seconds for which retired names are kept: the time that a reader of an older index has to read them."""
 
     def __post_init__(self) -> None:
         assert not self.entries or self.entries[0].full is not None
@@ -140,21 +143,21 @@ class StepsIndex:
 
     @property
     def names(self) -> frozenset[str]:
-        """All names that entries have."""
+        """All names in entries."""
         return frozenset(one.name for entry in self.entries for one in entry.stored)
 
     @property
     def last_names(self) -> frozenset[str]:
-        """The names of the last entry, and those that are pending: of the publisher that began last, if it is one."""
+        """The names of the last entry, and pending names. If a publisher finds unknown ones, it was replaced."""
         return frozenset(one.name for entry in self.entries[-1:] for one in entry.stored).union(self.pending)
 
     def announced(self, names: Iterable[str], now: int, grace_seconds: int) -> StepsIndex:
-        """With names that are about to be written. Those of another publisher are retired: its last move fails.
+        """Return the index with new pending names. Those of another publisher are retired: its last update fails.
 
-        What another publisher has retired in the future, by its clock, is retired now.
+        Names retired in the future, by another publisher's clock, are retired now.
 
         Args:
-            grace_seconds: that the publisher gives from now on.
+            grace_seconds: of the publisher, from now on.
         """
         pending = tuple(names)
         left = tuple(Retired(name, now) for name in self.pending if name not in pending)
@@ -162,40 +165,41 @@ class StepsIndex:
         return replace(self, pending=pending, retired=(*before, *left), grace_seconds=grace_seconds)
 
     def published(self, entry: PublishedStep, retention: Retention) -> StepsIndex:
-        """With one more step, and without those that are not kept any more; `entry.time` is now."""
+        """Return the index with one more step, reduced to the entries to keep; `entry.time` is now."""
         entries = (*self.entries, entry)
         entries = entries[retention.first_kept(entries, entry.time) :]
-        # Nobody is known to have the content before the first.
+        # No reader is known to have the content before the first entry.
         after = replace(self, entries=(replace(entries[0], delta=None), *entries[1:]), pending=(), retired=())
         left = {*self.names, *self.pending, *StepsIndex(entries).names} - after.names
         return replace(after, retired=(*self.retired, *(Retired(name, entry.time) for name in sorted(left))))
 
     def abandoned(self, names: Iterable[str], now: int) -> StepsIndex:
-        """With names as retired that it does not have any more, and by which something was written all the same."""
+        """Return the index after retiring names that it had dropped, but under which files were still written."""
         known = self.names.union(self.pending, (one.name for one in self.retired))
         return replace(self, retired=(*self.retired, *(Retired(name, now) for name in names if name not in known)))
 
     def without(self, names: Iterable[str]) -> StepsIndex:
-        """Without names that were retired, and are deleted."""
+        """Return the index without these retired names, which are deleted."""
         gone = frozenset(names)
         return replace(self, retired=tuple(one for one in self.retired if one.name not in gone))
 
     def position(self, step: int | str) -> int | None:
-        """The last entry of a step, by its number or its content; None: there is none."""
+        """Return the position of the last entry of a step, by its number or its content; None if there is none."""
         found = (
             i for i in reversed(range(len(self.entries))) if step in (self.entries[i].step, self.entries[i].content)
         )
         return next(found, None)
 
     def chain(self, have: int | str | None = None, step: int | str | None = None) -> Chain | None:
-        """The shortest way to a step, in bytes; of two that are equally long, the one with fewer deltas.
+        """Return the chain to a step with the fewest bytes; if equal, with fewer deltas.
 
         Args:
-            have: the number or the content of the step that the reader has. One that is not here is as None: nothing.
-            step: the number or the content of the step that it wants; None: the newest.
+            have: the number or the content of the step that the reader has. One that is not in the index is treated as
+                None: nothing.
+            step: the number or the content of the requested step; None: the newest.
 
         Returns:
-            None: the root has no step yet.
+            None: the repository has no step yet.
         """
         if not self.entries:
             return None
@@ -206,7 +210,7 @@ class StepsIndex:
             raise PlanError(what, code="missing")
         begin = None if have is None else self.position(have)
         best: tuple[int, int, Stored | None] | None = None
-        """Bytes of the shortest way, the entry where it begins, and the folder of that."""
+        """Bytes of the best chain, its first entry, and that entry's folder."""
         deltas_nbytes = 0
         for i in range(end, -1, -1):
             entry = self.entries[i]
@@ -217,7 +221,7 @@ class StepsIndex:
             if entry.delta is None:
                 break
             deltas_nbytes += entry.delta.nbytes
-        assert best is not None  # The first entry has a folder, and one without a delta has one.
+        assert best is not None  # The first entry has a folder, and so has each entry without a delta.
         nbytes, first, full = best
         names = tuple(entry.delta.name for entry in self.entries[first + 1 : end + 1] if entry.delta is not None)
         target = self.entries[end]
@@ -225,7 +229,7 @@ class StepsIndex:
         return Chain(target.step, target.content, None if full is None else full.name, names, nbytes, name)
 
     def dump(self) -> bytes:
-        """The inverse of `parse_steps`."""
+        """Serialize the index for `parse_steps`."""
         top = {
             "relayout": "steps",
             "version": STEPS_VERSION,
@@ -252,7 +256,7 @@ def _dump_stored(stored: Stored | None) -> dict[str, object] | None:
 
 
 def parse_steps(blob: bytes, where: str) -> StepsIndex:
-    """Parse the index of a root."""
+    """Parse the index of a step repository."""
     top = Fields(parse_object(blob, where), where)
     if top.top.get("relayout") != "steps":
         raise FormatError("is not the index of a root of steps", path=where, code="field")

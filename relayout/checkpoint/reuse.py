@@ -81,7 +81,7 @@ class Contents:
 
     manifest: Manifest
     proofs: Mapping[int, bytes]
-    """Stored BLAKE3 digests of the chunks of each file, by file number. Only these files are planned or taken from."""
+    """Stored BLAKE3 digests of the chunks of each file, by file number. Files outside this mapping are ignored."""
     tables: Mapping[int, RankTable]
     """The table of each holder of these files."""
     digests: Mapping[int, bytes]
@@ -173,7 +173,7 @@ class _Older:
     """The pieces of all older files, found by digest and length."""
 
     def __init__(self, files: Mapping[int, _Pieces]) -> None:
-        """`files`: the pieces of each file, by its number."""
+        """Index the pieces; `files` has the pieces of each file, by its number."""
         self._files = np.repeat(np.asarray(list(files), np.int64), [len(each.sizes) for each in files.values()])
         self._offsets = _concatenated(each.offsets for each in files.values())
         self._sizes = _concatenated(each.sizes for each in files.values())
@@ -358,7 +358,7 @@ class Reuse(Closable):
     def fill_chunks(
         self, number: int, extent: Extent, view: memoryview, scratch: Buffer, rest: Callable[[Extent, memoryview], None]
     ) -> list[Extent]:
-        """Fill memory with those neighboring chunks that older files partly or fully have; arguments as of `fill`.
+        """Fill memory with neighboring chunks, as far as older files have bytes of them; arguments as of `fill`.
 
         Returns:
             The chunks that the caller must read from the source and verify, neighbors joined.

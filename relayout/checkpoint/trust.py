@@ -257,7 +257,7 @@ def _listings(signature: bytes, signers: Iterable[Signer], reasons: list[str]) -
             raise package_missing() from None
         except FormatError as error:
             reasons.append(error.what)
-        except Exception as error:  # Packages and their parsers raise anything for foreign bytes: not proven.
+        except Exception as error:  # Packages and parsers raise any kind for foreign bytes.
             reasons.append(f"{type(error).__name__}: {shown(str(error))}")
 
 
@@ -340,7 +340,7 @@ class TrustedStore(StoreOver):
     ) -> ReadableFile:
         self._check_listed(name)
         index = index_of(self.signed.manifest, name)
-        if index is None and name not in PACKED:  # The manifest proves their parts.
+        if index is None and name not in PACKED:  # The manifest has digests of the parts.
             status = self.base.stat(name)
             if status is not None:
                 status.check(self.location(name), nbytes, version)

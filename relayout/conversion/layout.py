@@ -271,7 +271,7 @@ class Conversion:
         )
 
     def nbytes_of(self, tensors: Iterable[int] | None = None) -> int:
-        """Return the bytes that are read of these source tensors, or of all."""
+        """Return the number of bytes to read of these source tensors, or of all."""
         wanted = range(len(self.source.tensors)) if tensors is None else tensors
         return sum(extent.nbytes for t in wanted for extent in self.extents_of(t))
 
@@ -376,7 +376,7 @@ def _files(
 
 
 def _order_key(tensor: CutTensor, alignment: int) -> tuple[int, ...]:
-    """Sort key of a tensor in its unit; equal keys stay in model order.
+    """Return a sort key of a tensor in its unit; equal keys stay in model order.
 
     Slices with a size that is not a multiple of 16 bytes cannot be used in memory at their file offsets. They are
     grouped by size, so that a loader spreads each group with one strided read.

@@ -81,7 +81,7 @@ class PlanOptions:
             object.__setattr__(self, name, value)
 
     def lay_out(self, checkpoint: SourceCheckpoint, output: Store) -> Conversion:
-        """Find the plan of a checkpoint with known headers, and decide everything that a conversion of it does."""
+        """Find the plan of a checkpoint, from its headers, and decide everything that its conversion does."""
         plan = find_plan(
             checkpoint,
             self.tp,

@@ -153,7 +153,7 @@ def differences_from_conversion(conversion: Conversion, threads: int) -> list[st
         check_intact(output)
         manifest = read_manifest(output)
         record, digests = read_record(output, manifest), read_source_digests(output, manifest)
-    except FormatError:  # If the output is to be replaced, `describe_output` raises the error.
+    except FormatError:  # When the output is replaced, `describe_output` reports the damage.
         return None
     if others := _other_fields(conversion, manifest, record) or find_other_files(output, sides):
         return others

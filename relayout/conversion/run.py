@@ -220,7 +220,7 @@ class FileSink:
     """
 
     def __init__(self, output: Output, conversion: Conversion, hashed: Iterable[int], stop: Stop) -> None:
-        """Files that already exist must have their full length; the chunks of the files in `hashed` are hashed."""
+        """Hash the chunks of the files in `hashed`. Files that already exist must have their full length."""
         self._output = output
         self._layout = conversion.layout
         self._files = OpenFiles(self._open_file, num_descriptors=2)

@@ -171,7 +171,7 @@ class Manifest:
         return [self.files[index] for index in self.holders[holder].files]
 
     def only(self, ranks: Container[int]) -> Manifest:
-        """Return the manifest of a folder that has only these of the ranks."""
+        """Return the manifest of a folder with only these ranks."""
         entries = [entry if rank in ranks else None for rank, entry in enumerate(self.ranks)]
         used = sorted({index for entry in (*entries, self.whole) if entry is not None for index in entry.files})
         number = {index: position for position, index in enumerate(used)}

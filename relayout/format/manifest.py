@@ -199,7 +199,7 @@ def closed(text: bytes, colon: str = ":", end: str = "}\n") -> bytes:
 
 
 def parse_manifest(blob: bytes, where: str) -> Manifest:
-    """Parse relayout.json, and prove that its reads stay inside files and arena and do not overlap there."""
+    """Parse relayout.json, and check that its reads stay inside files and arena and do not overlap there."""
     with about(path=where):
         return _parse_manifest(blob, parse_object(blob, where))
 

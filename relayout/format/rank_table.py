@@ -62,7 +62,7 @@ def dump_table(table: RankTable) -> bytes:
 
 
 def parse_table(blob: bytes, manifest: Manifest, rank: int, where: str) -> RankTable:
-    """Parse a rank table, given as stored, and prove that its tensors lie inside files and arena.
+    """Parse a rank table, given as stored, and check that its tensors lie inside files and arena.
 
     `rank` may be any holder of the manifest.
     """

@@ -179,7 +179,7 @@ class StepsIndex:
         return replace(self, retired=(*self.retired, *(Retired(name, now) for name in names if name not in known)))
 
     def without(self, names: Iterable[str]) -> StepsIndex:
-        """Return the index without these retired names, which are deleted."""
+        """Return the index without these retired names, after their files were deleted."""
         gone = frozenset(names)
         return replace(self, retired=tuple(one for one in self.retired if one.name not in gone))
 

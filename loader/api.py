@@ -28,64 +28,67 @@ def load(
     into: Mapping[str, torch.Tensor] | torch.nn.Module | None = None,
     **options: Unpack[LoadOptions],
 ) -> dict[str, torch.Tensor]:
-    """Load the tensors of one tensor-parallel rank, or the whole model; or fill what this process holds of one.
+    """Load the tensors of one tensor-parallel rank or of the whole model, or fill existing tensors.
 
     Tensors are views of one allocation, at addresses that are multiples of 16 bytes. Every byte has arrived when the
-    call returns; on a CUDA device, work that is queued on the current stream from then on sees it. Several threads may
-    load at once, but not into the same memory.
+    call returns. On a CUDA device, work that is queued on the current stream after the call sees all bytes. Several
+    threads may load at the same time, but not into the same memory.
 
     Args:
-        path: a folder that `relayout convert` wrote, or a plain checkpoint; as `str`, it may be a store's URL.
-        rank: from 0. Without one: whole tensors, those of all ranks; or what `into` says that this process holds.
+        path: a folder that `relayout convert` wrote, or a plain checkpoint. A `str` may also be the URL of a store.
+        rank: from 0. Default: whole tensors, assembled from all ranks; with `into`, the parts that `into` holds.
         device: the torch device of the tensors.
         backend: "auto" takes the fastest that works here (see `relayout.explain`). To host memory: "direct" bypasses
             the page cache, "buffered" reads through it. To a CUDA device: "pinned" reads through pinned host memory,
             "gds" by GPUDirect Storage.
-        names: load only tensors whose names match one of these patterns; other bytes are not read. As in plans, `*` is
-            text without a dot (one part of the name), `**` any text, `{a,b}` one of these words, `#` a number. What
-            matches a pattern behind a `!` is left out; with such patterns only, all else is loaded.
-        experts: load these experts, each whole, in place of those that the rank has: numbers, or text such as
-            "0-31,64". A process of wide expert parallelism loads those that it runs, and reads nothing of others, from
-            any converted folder. `input_scale` and `input_global_scale` are loaded for all experts.
-        verify: compare digests while bytes arrive: of all chunks of the files (1 MiB each) that have bytes of the
-            tensors.
+        names: load only tensors with names that match one of these patterns; no other bytes are read. As in plans,
+            `*` is text without a dot (one part of the name), `**` any text, `{a,b}` one of these words, `#` a number.
+            A pattern that begins with `!` excludes the names that it matches. If all patterns begin with `!`, all other
+            tensors are loaded.
+        experts: load these experts, each whole, instead of the rank's own: numbers, or text such as "0-31,64". In wide
+            expert parallelism, a process loads the experts that it runs and reads no other, from any converted folder.
+            `input_scale` and `input_global_scale` are loaded for all experts.
+        verify: compare the digests of all chunks (1 MiB each) that contain bytes of the tensors, while bytes arrive.
         threads: requests in flight. Default: twice the processors, at most 8, divided among the ranks of the node if
             LOCAL_WORLD_SIZE is set; more if that is measured to be faster while bytes arrive.
-        memory: bytes of buffers, or text such as "64MiB", beside the tensors; pinned memory for a CUDA device.
+        memory: bytes of buffers, or text such as "64MiB", in addition to the tensors; pinned memory for a CUDA device.
             Default: at most 32 MiB, pinned 128 MiB; all ranks of a node together 1 GiB.
         progress: True for a bar on stderr, or a function to call with (bytes that have arrived, total bytes).
         into: existing tensors to fill, such as an engine's parameters, with the slice's dtype and shape, on `device`.
-            Other tensors are loaded only if `names` asks for them. Tensors that are not contiguous are filled through
-            temporary memory, a few at a time; so are those of a floating-point dtype that has all values of the
-            slice's, such as FP32 for BF16. No two tensors may share memory, except two names of one tensor that have
-            the same digest in a converted checkpoint.
-            Without a rank: a model, or its state dict. Of a DTensor the shard is filled that this process holds, of
-            another tensor all. A model of transformers 5 is filled as its `from_pretrained` does it, experts in one
-            tensor, for example. They must have memory, on one device. Whatever a checkpoint lacks or has beside is an
-            error; with `names`, only what these match counts. Names that share memory, as of tied weights, need one
-            tensor, or equal ones.
+            Tensors that are not in `into` are loaded only if `names` matches them. Tensors that are not contiguous are
+            filled through temporary memory, a few at a time. The same holds for tensors of a wider floating-point
+            dtype that can represent all values of the slice's, such as FP32 for BF16. No two tensors may share memory,
+            except two names of one tensor that have the same digest in a converted checkpoint.
+            Without a rank: a model, or its state dict. Of a DTensor, this process's shard is filled; of any other
+            tensor, all elements. A model of transformers 5 is filled as its `from_pretrained` does it, for example
+            with all experts in one tensor. All tensors must have memory, on one device. Missing and unexpected tensors
+            are errors; with `names`, only tensors that match are considered. Names that share memory, such as tied
+            weights, need one tensor, or equal ones, in the checkpoint.
         tp: the tensor-parallel degree of the rank, by default that of the conversion. Slices for another degree are
             assembled from the stored slices by the same rules. A plain checkpoint is sliced at this degree, or
             converted into `cache`.
-        group: a torch.distributed group whose members all load this rank of a converted checkpoint now: each reads a
-            part of its bytes and gets the rest from the others. Its backend must serve `device`. With `verify`, each
-            compares the digests of the chunks that it reads. An error of one member is raised by all; a member that
-            is killed fails the others at once over gloo, over NCCL after the group's timeout. No cache is used.
-            Of a plain checkpoint each member loads its own rank, any ranks, to the CPU: together they read each byte
-            once, and send each other what several need. That takes 40 MiB of buffers more than `memory`.
-            So they do with `into` and no rank, from any checkpoint and to any device; each gives what it holds.
-        cache: a folder on a local drive, or a `relayout.Cache` with a limit, that keeps the files of ranks that are
-            loaded from a remote store: the next load is local. Every byte is proven when it is fetched. A plain
-            checkpoint is converted into it first. Processes of a machine share it, and read nothing twice. Default:
-            RELAYOUT_CACHE, if that is set; "" is no cache.
-        deltas: folders that `relayout.delta` wrote, or their URLs: load what they make of the converted checkpoint,
-            one after the other. Every byte is proven, with or without `verify`. The backend is "auto" or "buffered".
-        trust: a policy file (TOML) that names whose signatures count. What is not signed so is an error before a tensor
-            is returned; every byte is proven in host memory. Default: RELAYOUT_TRUST, if that is set.
+        group: a torch.distributed group. All members load this rank of a converted checkpoint now: each reads a part of
+            its bytes and receives the rest from the other members. The group's backend must serve `device`. With
+            `verify`, each member compares the digests of the chunks that it reads. An error of one member is raised by
+            all. A member that is killed fails the others at once over gloo, over NCCL after the group's timeout. No
+            cache is used.
+            From a plain checkpoint, each member loads its own rank to the CPU (any ranks, in any combination).
+            Together they read each byte once, and send each other bytes that several members need. This takes 40 MiB
+            of buffers more than `memory`.
+            With `into` and no rank, members also read each byte once, from any checkpoint and to any device. Each
+            member passes the tensors that it holds.
+        cache: a folder on a local drive, or a `relayout.Cache` with a limit. It keeps the files of ranks that are
+            loaded from a remote store, so that the next load is local. Every byte is verified when it is fetched. A
+            plain checkpoint is converted into it first. Processes of a machine share it, and read nothing twice.
+            Default: RELAYOUT_CACHE, if set; "" disables the cache.
+        deltas: folders that `relayout.delta` wrote, or their URLs. They are applied to the converted checkpoint in this
+            order. Every byte is verified, with or without `verify`. The backend is "auto" or "buffered".
+        trust: a policy file (TOML) that lists accepted signers. A checkpoint without an accepted signature is an error
+            before a tensor is returned; every byte is verified in host memory. Default: RELAYOUT_TRUST, if set.
 
     Returns:
-        This rank's slice of each tensor, or the whole one, by its name in the source checkpoint; with `into`, the given
-        tensors, by the model's names.
+        This rank's slice of each tensor, or the whole tensor, by its name in the source checkpoint. With `into`: the
+        given tensors, by the model's names.
 
     Raises:
         FormatError: a file is damaged, missing, or of another conversion; with `verify`, also if a digest differs.
@@ -150,24 +153,25 @@ def iter_load(
     rank: int | None = None,
     **options: Unpack[LoadOptions],
 ) -> Iterator[tuple[str, torch.Tensor]]:
-    """Yield (name, tensor) of one rank, or of the whole model, in file order, as they arrive.
+    """Yield (name, tensor) of one rank, or of the whole model, in file order, as the tensors arrive.
 
-    For code that copies each tensor to its parameter. (Not for `load_weights` of a stock vLLM or SGLang, which cuts
-    whole tensors itself: they have plugins.) The caller may keep tensors; neighbors share memory, which is freed or
-    used again when the last of them is deleted. Reading starts with the first `next`; an unfinished iterator frees its
-    resources when it is closed or collected.
+    Use it in code that copies each tensor to its parameter. (It is not for the built-in `load_weights` of vLLM or
+    SGLang, which cuts whole tensors itself: use relayout's plugins.) The caller may keep tensors. Neighbors share
+    memory, which is freed or reused when the last of them is deleted. Reading starts with the first `next`. An
+    unfinished iterator frees its resources when it is closed or collected.
 
-    Threads may take turns with one iterator, and each tensor is yielded once; calling `next` or `close` while another
-    thread is inside one raises ValueError. On a CUDA device, the stream that is current at a `next` sees its tensor.
-    After a fork, the child may close the iterator and use the tensors that were yielded, but cannot continue.
+    Threads may take turns with one iterator, and each tensor is yielded once. Calling `next` or `close` while another
+    thread is inside `next` or `close` raises ValueError. On a CUDA device, the stream that is current at a `next` sees
+    its tensor. After a fork, the child may close the iterator and use the tensors that were yielded, but cannot
+    continue.
 
     Args:
         path, rank: as for `load`.
         memory: bytes, or text such as "2GiB", of tensors that are being read or wait to be yielded, with all buffers.
             Default: 512 MiB, 2 GiB for all ranks of a node together, and always enough for the largest tensor.
         group: as for `load`, of a converted checkpoint. All members iterate to the end, each in one thread and on one
-            CUDA stream, and wait for each other; the least `memory` counts for all. A member that stops early fails
-            the others.
+            CUDA stream, and wait for each other. The least `memory` of any member applies to all. A member that stops
+            early fails the others.
         options: all others as for `load`.
 
     Raises:
@@ -195,6 +199,6 @@ def iter_load(
 
 
 def _prepared(asked: Asked) -> tuple[RankSource, TensorColumns, Options]:
-    """The source that a load reads from, what it reads there, and how."""
+    """Return the source of a load, the tensors to read from it, and the options."""
     options, source = asked.options(), asked.source()
     return source, source.contents(asked.names), options

@@ -1,4 +1,4 @@
-"""What deltas change of the tensors of one rank: which bytes, where they are stored, and how they are read."""
+"""The changes that deltas make to one rank's tensors: which bytes, where they are stored, and how they are read."""
 
 from __future__ import annotations
 
@@ -18,21 +18,21 @@ from relayout.reporting import Progress, reporting
 from relayout.storage.system import Buffer
 
 Places: TypeAlias = npt.NDArray[np.int64]
-"""Numbers of elements, rising."""
+"""Element numbers in ascending order."""
 
 _BATCH_NBYTES = 4 * 2**20
-"""Bytes that a thread reads of deltas at once, or one piece."""
+"""Bytes of deltas that a thread reads at once, unless a single piece is larger."""
 
 
 @dataclass(frozen=True, slots=True)
 class ChangedPart:
-    """A part of a tensor whose bytes are all in one piece of a weight file."""
+    """A byte range of a tensor that lies in one piece of a weight file."""
 
     name: str
     offset: int
     """Offset in the tensor, in bytes."""
     place: int
-    """Offset in the piece."""
+    """Offset in the piece, in bytes."""
     nbytes: int
 
 
@@ -46,19 +46,19 @@ class PieceBatch:
 
 @dataclass(frozen=True, slots=True)
 class ChangedPiece:
-    """What deltas have of a piece of a weight file: of each delta that changes it, what is stored, proven."""
+    """The verified stored changes of one piece of a weight file, from each delta that changes it."""
 
     nbytes: int
     """Bytes of the piece itself."""
     parts: Sequence[ChangedPart]
-    """The parts of tensors that lie in it."""
+    """The parts of tensors that lie in the piece."""
     stored: Sequence[tuple[Changes, memoryview]]
 
     def changes(self, widths: Sequence[int | None], buffer: Buffer) -> Iterator[tuple[Places, npt.NDArray[Any]]]:
-        """What changes of each part: which elements, rising, and the XOR of each.
+        """Yield the changes of each part: the numbers of the changed elements, ascending, and the XOR of each.
 
         Args:
-            widths: of each part, the bytes of an element; None: whatever the delta has.
+            widths: the bytes of an element, for each part; None: the width that the delta has.
         """
         runs = self._runs()
         change = None if runs is not None else self.decode(buffer)
@@ -73,7 +73,7 @@ class ChangedPiece:
             yield found
 
     def _runs(self) -> list[Elements] | None:
-        """The elements that change, if one delta alone changes the piece, and few of them."""
+        """Return the changed elements, if only one delta changes the piece and it stores few of them; else None."""
         if len(self.stored) > 1:
             return None
         ((changes, stored),) = self.stored
@@ -81,12 +81,12 @@ class ChangedPiece:
         return None if any(one.places is None for one in found) else found
 
     def apply(self, target: memoryview) -> None:
-        """Change the bytes of the piece, from before the first delta to behind the last one."""
+        """Apply the changes of all deltas to the bytes of the piece."""
         for changes, stored in self.stored:
             changes.apply(stored, target)
 
     def decode(self, buffer: Buffer) -> memoryview:
-        """The XOR of the piece before the first delta and behind the last one."""
+        """Return the XOR of the piece before the first delta and after the last one."""
         change = buffer.reserve(self.nbytes)
         np.frombuffer(change, np.uint8)[:] = 0
         self.apply(change)
@@ -94,7 +94,7 @@ class ChangedPiece:
 
 
 def _within(runs: Sequence[Elements], part: ChangedPart, width: int | None) -> tuple[Places, npt.NDArray[Any]] | None:
-    """The elements of a part; None: it is not all of one run of such elements."""
+    """Return the changed elements of a part; None if the part is not inside a single run of elements."""
     end = part.place + part.nbytes
     touched = [run for run in runs if run.offset < end and part.place < run.offset + run.nbytes]
     if not touched:
@@ -106,22 +106,22 @@ def _within(runs: Sequence[Elements], part: ChangedPart, width: int | None) -> t
 
 @dataclass(frozen=True, slots=True)
 class RankChanges:
-    """What deltas, each of which applies to what the one before makes, change of the tensors of one rank."""
+    """The changes that a chain of deltas makes to the tensors of one rank."""
 
     changes: Mapping[int, Sequence[Changes]]
-    """What each delta has of each weight file of the rank that changes."""
+    """The deltas' changes of each weight file of the rank that changes, by file."""
     parts: Mapping[int, Mapping[int, Sequence[ChangedPart]]]
     """The parts of tensors in each piece that changes, by file and piece."""
     state: RankState
-    """The rank's tensors behind the last delta."""
+    """The rank's tensors after the last delta."""
 
     @staticmethod
     def of(deltas: Sequence[Delta], before: RankState, what: str, names: Container[str] | None = None) -> RankChanges:
-        """The changes of tensors.
+        """Return the changes of tensors.
 
         Args:
             before: the rank's tensors before the first delta.
-            what: names what has these, for messages.
+            what: name of the checkpoint that has the tensors, for messages.
             names: of the tensors; None: of all.
         """
         state = before.after(deltas, what)
@@ -133,11 +133,11 @@ class RankChanges:
         return RankChanges(changes, parts, state)
 
     def batches(self) -> list[PieceBatch]:
-        """All that changes."""
+        """Return the batches of all pieces that change."""
         return [batch for index in self.changes for batch in self._batches(index)]
 
     def stored_nbytes(self, batch: PieceBatch) -> int:
-        """Bytes that deltas have of some pieces."""
+        """Return the bytes that deltas store for a batch."""
         pieces, indexes = batch.pieces, [changes.index for changes in self.changes[batch.file]]
         return sum(index.place(index.rows(pieces.start, pieces.stop)).nbytes for index in indexes)
 
@@ -150,7 +150,7 @@ class RankChanges:
         phase: str = "",
         progress: Progress = None,
     ) -> None:
-        """Read what changes, compare its digests, and use it, with scratch memory of the thread."""
+        """Read the changes, verify their digests, and call `use` with each piece and scratch memory of the thread."""
 
         def work(buffer: Buffer, batch: PieceBatch) -> int:
             for piece in self._read(batch):
@@ -185,7 +185,7 @@ class RankChanges:
 def _parts(
     manifest: Manifest, table: RankTable, changes: Mapping[int, Sequence[Changes]], names: Container[str]
 ) -> dict[int, dict[int, list[ChangedPart]]]:
-    """The parts of the tensors of these names that lie in each piece that changes."""
+    """Return the parts of the named tensors that lie in each piece that changes, by file and piece."""
     numbers = manifest.holders[table.rank].files
     parts: dict[int, dict[int, list[ChangedPart]]] = {index: {} for index in changes}
     changed = {

@@ -1,4 +1,4 @@
-"""`relayout doctor` and `explain`: what a load would do on this machine, why, and how fast the storage answers."""
+"""`relayout doctor` and `explain`: the backend and requests that a load would use, why, and the storage's speed."""
 
 from __future__ import annotations
 
@@ -31,9 +31,9 @@ if TYPE_CHECKING:
     import torch
 
 _NUM_SHORT = 5
-"""Short requests, one after the other."""
+"""Number of short requests, which run one after the other."""
 _MIN_LATENCY_SECONDS = 0.0005
-"""A file system that answers sooner is on this machine."""
+"""Latency below which a file system counts as local."""
 _MAX_SAMPLE_NBYTES = 512 * 2**20
 _MAX_SECONDS = 3.0
 
@@ -49,21 +49,21 @@ class FileFacts:
     refuses_direct: str | None
     """Why direct I/O does not work on it; None if it works."""
     resident_nbytes: int | None
-    """Bytes of the file in the page cache; None where the system does not tell."""
+    """Bytes of the file in the page cache; None where the system does not report it."""
 
 
 @dataclass(frozen=True, slots=True, repr=False)
 class Explanation(Result):
-    """The way that a load would take."""
+    """The backend, budget and requests that a load would use."""
 
     path: str
     rank: int
     device: str
     backend: str
-    """The one that would be used."""
+    """The backend that would be used."""
     reason: str
     gds: str | None
-    """The way that GPUDirect Storage would really take, "GDS" or "P2PDMA"; None without it."""
+    """The path that GPUDirect Storage would take: "GDS" or "P2PDMA". None: it would not be used."""
     nbytes: int
     """Bytes of the tensors."""
     read_nbytes: int
@@ -76,7 +76,7 @@ class Explanation(Result):
     threads: int
     """Requests in flight."""
     memory: int
-    """Bytes of buffers, at most."""
+    """Upper bound of the buffers, in bytes."""
     files: tuple[FileFacts, ...]
 
 
@@ -90,7 +90,7 @@ def explain(
     memory: int | str | None = None,
     tp: int | None = None,
 ) -> Explanation:
-    """Say what `load` with these arguments would do now, and why, without loading anything. Thread-safe.
+    """Explain what `load` with these arguments would do now, and why, without loading anything. Thread-safe.
 
     Args:
         path, rank, device, backend, threads, memory, tp: as for `load`.
@@ -108,7 +108,7 @@ def explain(
         options, source = asked.options(), asked.source()
         plan = source.arena()
         chosen, budget = options.choose(plan.files)
-        # Read nothing, not even headers: that would change what is in the page cache.
+        # Read nothing, not even headers, because that would change the contents of the page cache.
         with ReadableFiles([replace(file, proof=None) for file in plan.files], chosen.access) as opened:
             requests = chosen.requests(plan.reads, opened.alignment, budget)
             files = tuple(_facts(opened, index, file) for index, file in enumerate(plan.files))
@@ -145,7 +145,7 @@ def _facts(opened: ReadableFiles, index: int, file: StoredFile) -> FileFacts:
 
 
 def _resident(opened: ReadableFiles, requests: Sequence[Request]) -> int:
-    """Requested bytes that would come from the page cache."""
+    """Return the number of requested bytes that would come from the page cache."""
     return sum(
         opened.resident_nbytes(request.file, offset, nbytes) or 0
         for request in requests
@@ -155,7 +155,7 @@ def _resident(opened: ReadableFiles, requests: Sequence[Request]) -> int:
 
 
 def _ways(told: Explanation) -> list[str]:
-    """How the requests of backend "auto" would be made."""
+    """Return the access modes that backend "auto" would use for the requests."""
     resident, files = told.resident_nbytes, told.files
     if resident > told.read_nbytes - BLOCK * (len(files) + 1) or any(file.refuses_direct for file in files):
         return [Access.BUFFERED.value]
@@ -163,7 +163,7 @@ def _ways(told: Explanation) -> list[str]:
 
 
 def _basis(told: Explanation, plan: ArenaPlan, budget: Budget) -> str:
-    """The facts that the choice is based on."""
+    """Return the facts that the choice is based on, for a person."""
     refused = [file for file in told.files if file.refuses_direct is not None]
     kinds = _kinds(told.files)
     if any(file.folder.cost.is_remote for file in plan.files):
@@ -178,7 +178,7 @@ def _basis(told: Explanation, plan: ArenaPlan, budget: Budget) -> str:
 
 
 def _kinds(files: Sequence[FileFacts]) -> str:
-    """The kinds of the files' file systems, for a person."""
+    """Return the kinds of the files' file systems, for a person."""
     return " and ".join(sorted({file.filesystem.kind for file in files}))
 
 
@@ -187,20 +187,23 @@ class Network:
     """The speed of storage that is not on this machine."""
 
     latency_seconds: float
-    """How long a short request takes; the median of a few."""
+    """Median latency of a few short requests."""
     bytes_per_second: float
-    """How fast bytes come with `threads` requests at a time."""
+    """Throughput with `threads` requests in flight."""
     sample_nbytes: int
-    """Bytes that were read for it."""
+    """Bytes that were read for the measurement."""
     threads: int
 
     def seconds(self, nbytes: int) -> float:
-        """How long a load of so many bytes takes: manifest, files, then the bytes."""
+        """Return the seconds of a load of `nbytes`: one round trip each for manifest and files, then the bytes."""
         return 2 * self.latency_seconds + nbytes / self.bytes_per_second
 
 
 def measure(files: Sequence[StoredFile], budget: Budget) -> Network | None:
-    """Read some of the files, for 3 s or 512 MiB, or all. None if they have no bytes, or are on this machine."""
+    """Read some of the files, for 3 s or 512 MiB, or all, and return the speed.
+
+    Returns None if the files have no bytes or are on this machine.
+    """
     with ExitStack() as stack:
         opened = [stack.enter_context(file.open(Access.AUTO)) for file in files]
         largest = max(range(len(opened)), key=lambda index: opened[index].nbytes, default=None)
@@ -213,7 +216,7 @@ def measure(files: Sequence[StoredFile], budget: Budget) -> Network | None:
 
 
 def _latencies(file: StoredFile, opened: ReadableFile) -> Iterator[float]:
-    """Seconds of short requests at places that no read-ahead has brought."""
+    """Yield the seconds of short requests at offsets that read-ahead has not reached."""
     buffer = Buffer()
     for index in range(_NUM_SHORT):
         start = time.perf_counter()
@@ -246,22 +249,22 @@ def _measured(opened: Sequence[ReadableFile], budget: Budget, latency: float) ->
 
 @dataclass(frozen=True, slots=True, repr=False)
 class Diagnosis(Result):
-    """The way that loads of a checkpoint would take on this machine."""
+    """The environment of this machine, and an explanation of each load of a checkpoint."""
 
     path: str
     is_converted: bool
     num_cpus: int
     local_world_size: int
-    """Ranks of this node, which divide the budgets."""
+    """Number of ranks on this node, which divide the budgets."""
     torch: str | None
     """The version of torch; None if it is not installed."""
     gpus: tuple[str, ...]
-    """Name and memory of each CUDA device, and whether that is the host's."""
+    """Name and memory of each CUDA device, and a note if the memory is the host's."""
     num_ranks: int
     """The tensor-parallel degree of the loads."""
     ranks: tuple[Explanation, ...]
     network: Network | None = None
-    """How fast the store or file system answers; None for files of this machine."""
+    """Speed of the store or file system; None for files of this machine."""
 
 
 def diagnose(
@@ -271,8 +274,8 @@ def diagnose(
 
     Args:
         path: a folder that `relayout convert` wrote, or a plain checkpoint.
-        rank: from 0; None: all that are there.
-        device: the torch device of the tensors; None: a CUDA device if there is one, else the CPU.
+        rank: from 0; None: all ranks with complete files.
+        device: the torch device of the tensors; None: a CUDA device if one is available, else the CPU.
         tp: the tensor-parallel degree to load at; None: that of the conversion, 1 for a plain checkpoint.
     """
     version, gpus = _machine()
@@ -281,7 +284,7 @@ def diagnose(
     store = find_input(path)
     manifest = find_manifest(store)
     if manifest is None and tp is None and rank is not None and integer(rank, "rank") > 0:
-        read_source(store)  # That there is no checkpoint comes first.
+        read_source(store)  # The error of a missing checkpoint comes first.
         raise PlanError(f"not converted, so it has no rank {rank}: set --tp N", path=str(store), code="option")
     if tp is None:
         tp = manifest.num_ranks if manifest is not None else 1
@@ -303,18 +306,18 @@ def diagnose(
 
 
 def _is_on_drive(explained: Explanation) -> bool:
-    """Whether all files are on drives of this machine. A file system over the network has no block device."""
+    """Return True if all files are on drives of this machine. A network file system has no block device."""
     return all(file.filesystem.drive_block_nbytes is not None for file in explained.files)
 
 
 def _network(path: str | os.PathLike[str], explained: Explanation, tp: int) -> Network | None:
-    """Measure with the files of a load."""
+    """Measure the speed with the files of a load."""
     files = Asked(path=path, rank=explained.rank, tp=tp).source().arena().files
     return measure(files, plan_budget(explained.threads, explained.memory, explained.memory, cost_of(files)))
 
 
 def _machine() -> tuple[str | None, tuple[str, ...]]:
-    """torch's version, and its CUDA devices."""
+    """Return torch's version, and its CUDA devices."""
     try:
         import torch
     except ImportError:

@@ -1,4 +1,4 @@
-"""What a process holds of tensors, plain or distributed: the part of each, and the bytes of that."""
+"""The parts of plain or distributed tensors that a process holds, and their bytes."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ _COMPILED, _CHECKPOINTED = "_orig_mod", "_checkpoint_wrapped_module"
 
 @dataclass(frozen=True, slots=True)
 class TensorHead:
-    """What a header says of a tensor, but for its place."""
+    """The name, dtype and shape of a tensor, as in a safetensors header."""
 
     name: str
     dtype: str
@@ -42,17 +42,17 @@ class TensorHead:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class HeldTensor:
-    """What this process holds of a tensor."""
+    """The part of one tensor that this process holds."""
 
     head: TensorHead
     part: Slice
     """The part that this process holds: one or more ranges along each axis that is cut."""
     data: torch.Tensor
-    """The elements of that part, on any device. They are cast to the dtype of the head while they are read."""
+    """The elements of the part, on any device. They are cast to the dtype of `head` while they are read."""
 
     @staticmethod
     def of(name: str, tensor: torch.Tensor, floating: torch.dtype | None = None) -> HeldTensor:
-        """What a plain tensor holds, or this process's shard of a DTensor.
+        """Return the held part of a tensor: all of a plain tensor, this process's shard of a DTensor.
 
         Args:
             floating: the dtype to save floating-point tensors as. Default: their own.
@@ -77,11 +77,11 @@ class HeldTensor:
 
     @property
     def memory(self) -> tuple[object, ...]:
-        """Equal for tensors with the same bytes in the same memory, as of tied weights; see `view_of`."""
+        """A key that is equal for tensors with the same bytes in the same memory (tied weights); see `view_of`."""
         return (view_of(self.data), self.head.dtype, self.head.shape, self.part)
 
     def on_host(self) -> HeldTensor:
-        """A copy in host memory, pinned if it comes from a device."""
+        """Return a copy in host memory, pinned if it comes from a device."""
         import torch
 
         is_cpu = self.data.device.type == "cpu"
@@ -89,14 +89,14 @@ class HeldTensor:
         return HeldTensor(self.head, self.part, copied.copy_(self.data))
 
     def digest(self) -> bytes:
-        """XXH3-128 of the part's bytes, in dense order. Of what must be copied, a piece at a time is."""
+        """Return the XXH3-128 of the part's bytes in dense order, copying at most `_HASHED_NBYTES` at a time."""
         running = xxhash.xxh3_128()
         for piece in split(Extent(0, self.data.numel() * self._dtype.itemsize), _HASHED_NBYTES):
             running.update(self.bytes_of(piece).data)
         return running.digest()
 
     def bytes_of(self, extent: Extent) -> Bytes:
-        """Some of the part's bytes, in dense order: a view where the memory has them so, else a copy on the host."""
+        """Return a range of the part's bytes, in dense order: a view of dense memory, else a copy on the host."""
         dense = self._dense()
         if dense is not None:
             return dense[extent.offset : extent.end]
@@ -105,7 +105,7 @@ class HeldTensor:
         return copied
 
     def read(self, extent: Extent, memory: Bytes) -> None:
-        """Copy some of the part's bytes, in dense order, to memory on the host. Nothing beside them is copied."""
+        """Copy a range of the part's bytes, in dense order, to memory on the host, and copy no other bytes."""
         import torch
 
         dense = self._dense()
@@ -129,7 +129,7 @@ class HeldTensor:
         return torch_dtype(self.head.name, self.head.dtype)
 
     def _dense(self) -> Bytes | None:
-        """The bytes as they lie in host memory; None if that has them in another way."""
+        """Return the bytes as a view of host memory; None if they are not dense there."""
         data = self.data
         is_plain = data.device.type == "cpu" and data.dtype == self._dtype
         if not is_plain or not data.is_contiguous() or data.is_conj() or data.is_neg():
@@ -156,7 +156,7 @@ def _check_name(name: object) -> None:
 
 
 def _as_numbers(name: str, part: Slice, shape: tuple[int, ...]) -> tuple[Slice, tuple[int, ...]]:
-    """The part and shape of an F4 tensor in numbers, as headers count; torch has two in an element of the last dim."""
+    """Return the part and shape of an F4 tensor in numbers, as headers count; a torch element holds two of them."""
     if not shape:
         raise PlanError("F4 without a dim, expected an even number of elements", tensor=name, code="unsupported")
     last = len(shape) - 1
@@ -170,7 +170,7 @@ def _as_numbers(name: str, part: Slice, shape: tuple[int, ...]) -> tuple[Slice, 
 def _copy_elements(data: torch.Tensor, start: int, target: torch.Tensor) -> None:
     """Copy elements in dense order, from position `start` on, to one-dimensional memory on the host.
 
-    Descends where the elements begin or end inside an index of the first axis, so that nothing else is copied.
+    Recurses where the range begins or ends inside an index of the first axis, so that no other elements are copied.
     """
     if data.dim() < 2:
         target.copy_(data.reshape(-1)[start : start + target.numel()])
@@ -185,7 +185,7 @@ def _copy_elements(data: torch.Tensor, start: int, target: torch.Tensor) -> None
 
 
 def _shard_of(name: str, tensor: Any) -> tuple[Slice, torch.Tensor]:
-    """The part of a DTensor that this process holds, and its elements."""
+    """Return the part of a DTensor that this process holds, and its elements."""
     local, coordinate = tensor.detach().to_local(), tensor.device_mesh.get_coordinate()
     if any(placement.is_partial() for placement in tensor.placements):
         raise PlanError(f"a DTensor with partial sums ({tensor.placements})", tensor=name, code="unsupported")
@@ -208,10 +208,10 @@ def _shard_of(name: str, tensor: Any) -> tuple[Slice, torch.Tensor]:
 def part_of(
     name: str, shape: tuple[int, ...], mesh: Sequence[int], coordinate: Sequence[int], placements: Sequence[Any]
 ) -> Slice:
-    """What a process at a coordinate of a mesh holds of a DTensor.
+    """Return the part of a DTensor that a process at a coordinate of the device mesh holds.
 
-    The cuts are those of PyTorch 2.13 (`tensor/placement_types.py`, `_split_tensor`), found without an index for each
-    element, which its `compute_local_shape_and_global_offset` makes.
+    The cuts are those of PyTorch 2.13 (`tensor/placement_types.py`, `_split_tensor`). PyTorch's
+    `compute_local_shape_and_global_offset` creates an index for each element; this function does not.
     """
     from torch.distributed.tensor import Replicate
     from torch.distributed.tensor.placement_types import Shard, _StridedShard
@@ -225,7 +225,7 @@ def part_of(
         axis = placement.dim
         ranges = held.get(axis, ((0, shape[axis]),))
         held_length = sum(length for _, length in ranges)
-        pieces = []  # One for each piece into which the axis is divided before.
+        pieces = []  # One for each piece that earlier placements cut the axis into.
         for start, length in _torch_pieces(held_length, int(getattr(placement, "split_factor", 1))):
             first, taken = _torch_pieces(length, count)[index]
             pieces += _taken(ranges, start + first, taken)
@@ -234,14 +234,14 @@ def part_of(
 
 
 def _torch_pieces(length: int, count: int) -> list[Range]:
-    """The ranges of `torch.chunk`, with empty ones up to `count`."""
+    """Return the ranges of `torch.chunk`, followed by empty ones up to `count`."""
     size = -(-length // count)
     starts = [min(index * size, length) for index in range(count + 1)]
     return [(start, end - start) for start, end in pairwise(starts)]
 
 
 def _taken(ranges: Sequence[Range], first: int, length: int) -> list[Range]:
-    """Pick the elements that have positions from `first` on among all elements of the ranges."""
+    """Return the ranges of `length` elements from position `first` on, counted among all elements of the ranges."""
     found = []
     for start, size, position in positions(ranges):
         low, high = max(position, first), min(position + size, first + length)
@@ -253,17 +253,17 @@ def _taken(ranges: Sequence[Range], first: int, length: int) -> list[Range]:
 def unwrapped(model: Any) -> tuple[Any, Callable[[str], str]]:
     """Return the module inside DistributedDataParallel or torch.compile, and a function that strips its names.
 
-    Modules inside the model may be wrapped, too, such as layers that are compiled one by one. The function removes what
-    wrappers add to a name of the module's parameters, buffers or state, as `torch.distributed.checkpoint` does
-    (PyTorch 2.13, `state_dict.py`, `_get_fqns`).
+    Modules inside the model may be wrapped, too, such as layers that are compiled one by one. From a name of the
+    module's parameters, buffers or state, the function removes the parts that wrappers add, as
+    `torch.distributed.checkpoint` does (PyTorch 2.13, `state_dict.py`, `_get_fqns`).
     """
     while inside := _wrapped_in(model):
         model = getattr(model, inside)
     modules = model.named_modules(remove_duplicate=False) if hasattr(model, "named_modules") else ()
     wrappers = [(path, inside) for path, module in modules if (inside := _wrapped_in(module))]
-    # A wrapper inside of another one comes first: the name still has the outer one's part then.
+    # An inner wrapper comes before the outer one: at that point, the name still contains the outer wrapper's part.
     prefixes = [(f"{path}.{inside}.", f"{path}.") for path, inside in reversed(wrappers) if inside != _CHECKPOINTED]
-    # A state dict has the names without this one, parameters with it.
+    # State dicts have names without the checkpoint wrapper's part, parameters with it.
     prefixes = [(_not_checkpointed(prefix), _not_checkpointed(plain)) for prefix, plain in prefixes]
 
     def name_of(name: str) -> str:
@@ -277,7 +277,7 @@ def unwrapped(model: Any) -> tuple[Any, Callable[[str], str]]:
 
 
 def _wrapped_in(module: Any) -> str | None:
-    """The attribute in which a wrapper has what it wraps; None: it is no wrapper."""
+    """Return the attribute in which a wrapper stores the wrapped module; None if the module is not a wrapper."""
     from torch.nn import DataParallel
     from torch.nn.parallel import DistributedDataParallel
 

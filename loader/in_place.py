@@ -1,6 +1,6 @@
-"""Tensors that exist are filled by `load(into=...)`, or changed from one content to the next by `apply` of a delta.
+"""Changes of existing tensors: `load(into=...)` fills them, `apply` takes them from one content to another by a delta.
 
-What only deltas need is imported where it is used.
+Modules that only deltas need are imported where they are used.
 """
 
 from __future__ import annotations
@@ -84,7 +84,10 @@ def load_into(
 
 
 def check_into(into: Mapping[str, torch.Tensor], contents: TensorColumns, device: str | torch.device) -> dict[str, int]:
-    """Check that tensors can be filled with what is loaded, which may have a narrower dtype; see `check_tensors`."""
+    """Check that tensors can be filled with the contents, and return the row of each tensor of the rank.
+
+    The dtypes of the contents may be narrower; see `check_tensors`.
+    """
     row_of = check_tensors("into", into, contents, device, may_widen=True)
     for first, second in sharing_memory(into):
         if not _is_tied(first, second, into, contents):
@@ -93,7 +96,7 @@ def check_into(into: Mapping[str, torch.Tensor], contents: TensorColumns, device
 
 
 def _hint(name: str, known: Iterable[str]) -> str:
-    """Why a name may be unknown: transformers 5 has one parameter for all experts, or it is misspelled."""
+    """Return why a name may be unknown: transformers 5 fuses experts into one parameter, or the name is misspelled."""
     if ".experts.gate_up_proj" in name or ".experts.down_proj" in name:
         return (
             "; transformers fuses experts in memory, the checkpoint has one tensor for each:"
@@ -103,7 +106,7 @@ def _hint(name: str, known: Iterable[str]) -> str:
 
 
 def _stage(options: Options, report: Callable[[int], None], before: int) -> Options:
-    """The options for a part of the load that starts after `before` bytes."""
+    """Return the options for a part of the load that starts after `before` bytes."""
     return replace(options, progress=lambda done, total: report(before + done))
 
 
@@ -130,10 +133,12 @@ def check_tensors(
     *,
     may_widen: bool = False,
 ) -> dict[str, int]:
-    """Check that given tensors, called `what`, can hold the rank's of these names, on any device if that is None.
+    """Check that given tensors can hold the rank's tensors of the same names.
 
     Args:
-        may_widen: whether they may have a dtype that has all values of the rank's, see `holds_values_of`.
+        what: name of the given tensors, for messages.
+        device: the device that they must be on; None: any.
+        may_widen: True to allow wider dtypes, see `holds_values_of`.
 
     Returns:
         The row of each of the rank's tensors.
@@ -154,7 +159,7 @@ def check_tensors(
 
 
 def holds_values_of(dtype: torch.dtype, stored: torch.dtype) -> bool:
-    """Whether a floating-point dtype has all values of another: FP32 those of BF16, for example."""
+    """Return True if a floating-point dtype can represent all values of `stored`: FP32 those of BF16, for example."""
     import torch
 
     halves = torch.bfloat16, torch.float16
@@ -164,7 +169,7 @@ def holds_values_of(dtype: torch.dtype, stored: torch.dtype) -> bool:
 
 
 def is_as_stored(tensor: torch.Tensor, dtype: str) -> bool:
-    """Whether a tensor has its elements in memory as a file has them, of a dtype."""
+    """Return True if a tensor's memory has the bytes that a file with this dtype stores."""
     return tensor.is_contiguous() and dtype_name(tensor.dtype) == dtype
 
 
@@ -204,14 +209,14 @@ def _check_tensor(
 
 
 def sharing_memory(tensors: Mapping[str, torch.Tensor]) -> Iterator[tuple[str, str]]:
-    """The names of all pairs of checked tensors that share memory."""
+    """Yield the names of all pairs of checked tensors that share memory."""
     names = [name for name, tensor in tensors.items() if tensor.numel()]
     for first, second in sharing([memory_of(tensors[name]) for name in names]):
         yield names[first], names[second]
 
 
 def _is_tied(first: str, second: str, into: Mapping[str, torch.Tensor], contents: TensorColumns) -> bool:
-    """Whether two names are of the same view of the same memory, and of tensors that have the same digest."""
+    """Return True if two names refer to the same view of the same memory, and their tensors have equal digests."""
     if contents.digests is None or view_of(into[first]) != view_of(into[second]):
         return False
     digests = contents.digests()
@@ -227,12 +232,12 @@ def apply(
     threads: int | None = None,
     progress: Progress = None,
 ) -> None:
-    """Change the tensors of one rank in place, from the content that a delta applies to, to the one that it makes.
+    """Change the tensors of one rank in place, from the content that a delta applies to, to the content that results.
 
-    First every tensor is compared with its digest in the base, and what is read of the delta with its own digests:
-    damage is found before the first byte changes. In the end, the tensors that changed are compared with the digests
-    that the delta's result has. After an error of that, or of a read, tensors are changed in part: load them again.
-    Nothing else may use the tensors meanwhile.
+    First every tensor is compared with its digest in the base, and the bytes of the delta with its own digests. So
+    damage is found before the first byte changes. In the end, the tensors that changed are compared with the digests of
+    the delta's result. After an error of this comparison, or of a read, some tensors have changed: load them again. No
+    other code may use the tensors meanwhile.
 
     Args:
         delta: a folder that `relayout.delta` wrote, or its URL.
@@ -240,15 +245,15 @@ def apply(
         tensors: as `relayout.load` returned them, at the degree of the conversion; all of the rank's, or some. They are
             contiguous and share no memory. On a device they pass through host memory to be compared, at most 16 MiB
             for each thread; only changes pass back.
-        base: what the tensors hold: a converted folder, or its URL; or that and the deltas that were applied to it, in
-            order. The manifest of it is read, and the rank's table and digests.
+        base: the content that the tensors have: a converted folder, or its URL; or a list of it and the deltas that
+            were applied to it, in order. Its manifest is read, and the rank's table and digests.
         threads: threads that compare and change. Default: as of `relayout.load`.
         progress: True for a bar on stderr, or a function that is called with (bytes done, total bytes).
 
     Raises:
-        FormatError: the delta or the base is damaged, or the changed tensors are not what the delta should make.
-        PlanError: the tensors are not at the content that the delta applies to, or do not fit the rank; or there is no
-            such rank.
+        FormatError: the delta or the base is damaged, or the changed tensors differ from the delta's result.
+        PlanError: the tensors do not have the content that the delta applies to, or do not fit the rank; or the rank
+            does not exist.
         OSError: reading failed.
 
     Example:
@@ -287,10 +292,13 @@ def change_by(
     """Change tensors of one rank in place by deltas, one after the other; see `apply`, also for errors.
 
     Args:
-        state: of the tensors before; returned is that of behind the last delta.
-        base: names what the tensors hold, for messages.
+        state: of the tensors before the first delta.
+        base: name of the content that the tensors have, for messages.
         compare_first: compare all tensors with the base before any changes, and in the end those that changed. False:
-            compare all once, in the end; tensors that are not at the base are found only then.
+            compare all once, in the end; tensors that do not have the base's content are found only then.
+
+    Returns:
+        The state of the tensors after the last delta.
     """
     from relayout.loader.changes import RankChanges
 
@@ -318,7 +326,7 @@ def change_by(
 
 @dataclass(frozen=True, slots=True)
 class _Change:
-    """A change of tensors by a delta: which bytes change, and who changes them."""
+    """A change of tensors by deltas, with the tensors' bytes and the threads that apply it."""
 
     changes: RankChanges
     tensors: Mapping[str, torch.Tensor]
@@ -327,7 +335,7 @@ class _Change:
     progress: Progress
 
     def differing(self, phase: str, digests: Mapping[str, str]) -> list[str]:
-        """The tensors among these that do not have these digests."""
+        """Return the names of the tensors with other digests than these."""
         found = []
 
         def work(buffer: Buffer, name: str) -> int:
@@ -341,33 +349,33 @@ class _Change:
         return found
 
     def run(self, phase: str, use: Callable[[ChangedPiece, Buffer], object] | None) -> None:
-        """Read what changed, compare its digests, and use it."""
+        """Read the changes, verify their digests, and call `use` with each piece."""
         self.changes.run(self.changes.batches(), use, self.threads, phase=phase, progress=self.progress)
 
     def change(self, piece: ChangedPiece, buffer: Buffer) -> None:
-        """Change the tensors by a piece."""
+        """Apply the changes of a piece to the tensors."""
         import numpy as np
         import torch
 
         parts = piece.parts
         whole = self.tensors[parts[0].name]
-        if parts[0].nbytes == piece.nbytes and _is_on_host(whole):  # Most are: changed where they are.
+        if parts[0].nbytes == piece.nbytes and _is_on_host(whole):  # The usual case: in place.
             piece.apply(whole.numpy()[parts[0].offset : parts[0].offset + piece.nbytes].data)
             return
         change = piece.decode(buffer)
         for part in parts:
             tensor, there = self.tensors[part.name], slice(part.offset, part.offset + part.nbytes)
-            if _is_on_host(tensor):  # By numpy: torch would share each of these small changes among threads.
+            if _is_on_host(tensor):  # numpy, because torch would split each of these small changes among threads.
                 view = tensor.numpy()[there]
                 np.bitwise_xor(view, np.frombuffer(change, np.uint8, part.nbytes, part.place), out=view)
                 continue
             source = torch.frombuffer(change, dtype=torch.uint8, count=part.nbytes, offset=part.place)
-            with torch.inference_mode():  # In which tensors that were made in it may be changed, too.
+            with torch.inference_mode():  # Tensors that were created in inference mode can be changed, too.
                 tensor[there].bitwise_xor_(source.to(tensor.device))
 
 
 def _check(table: RankTable, tensors: Mapping[str, torch.Tensor]) -> None:
-    """Check that tensors are the rank's, and can be changed in place."""
+    """Check that the tensors belong to the rank, and can be changed in place."""
     check_tensors("tensors", tensors, table)
     for name, tensor in tensors.items():
         if not tensor.is_contiguous():
@@ -377,7 +385,7 @@ def _check(table: RankTable, tensors: Mapping[str, torch.Tensor]) -> None:
 
 
 def _digest(tensor: torch.Tensor, buffer: Buffer) -> str:
-    """The digest of a tensor's bytes; those on a device are copied to `buffer`, piece by piece."""
+    """Return the digest of a tensor's bytes; those on a device are copied to `buffer`, piece by piece."""
     import torch
     import xxhash
 
@@ -396,7 +404,7 @@ def _is_on_host(tensor: torch.Tensor) -> bool:
 
 
 def _synchronize(tensors: Iterable[torch.Tensor]) -> None:
-    """Wait for all work on the devices of tensors: other threads use other streams."""
+    """Wait for all work on the devices of tensors, because other threads use other streams."""
     import torch
 
     for device in {tensor.device for tensor in tensors if tensor.is_cuda}:

@@ -1,11 +1,11 @@
-"""Models of transformers, seen as the tensors of their checkpoints.
+"""The tensors of transformers models, as the tensors of their checkpoints.
 
 transformers 5 may keep a model in another form than its checkpoint: experts in one tensor, for example. Its own reverse
-conversion is called with tensors that have no memory, and what it does to them is recorded. Each tensor of the
-checkpoint then is known as a view of one of the model's, which a process holds a part of.
+conversion is called with tensors that have no memory, and its operations on them are recorded. The result describes
+each tensor of the checkpoint as a view of one of the model's tensors. A process holds a part of the model's tensors.
 
-A checkpoint may have other names than transformers writes: of another head, of an older release. `read_by` finds what
-`from_pretrained` reads them as, by the renaming that transformers itself does.
+A checkpoint may have other names than transformers writes: those of another head, or of an older release. `read_by`
+finds the parameters that `from_pretrained` gives such names to, by transformers' own renaming.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ if TYPE_CHECKING:
 
 
 def check_model(model: Any) -> None:
-    """Check that the tensors of a model are those of its checkpoint, or can be seen so."""
+    """Check that the tensors of a model are those of its checkpoint, or views of them can be derived."""
     try:
         from transformers.core_model_loading import revert_weight_conversion  # noqa: F401
     except ImportError:
@@ -35,7 +35,7 @@ def check_model(model: Any) -> None:
         if getattr(model, attribute, None):
             what = f"the model {what}: use transformers' own from_pretrained or save_pretrained"
             raise PlanError(what, code="unsupported")
-    if any(hasattr(module, "base_layer") for module in model.modules()):  # As PEFT has it in each layer it adapts.
+    if any(hasattr(module, "base_layer") for module in model.modules()):  # PEFT adds it to each adapted layer.
         what = "the model has adapters: merge and unload them, or use transformers' own save_pretrained"
         raise PlanError(what, code="unsupported")
 
@@ -48,18 +48,18 @@ class ModelTensorView:
     """Name of the model's tensor."""
     shape: tuple[int, ...]
     axes: tuple[int | None, ...]
-    """The axis of the model's tensor that each axis is; None for an axis of one element."""
+    """For each axis, the axis of the model's tensor that it corresponds to; None for an axis of one element."""
     starts: tuple[int, ...]
-    """Where the part begins along each axis of the model's tensor."""
+    """Start of the part along each axis of the model's tensor."""
 
     @staticmethod
     def whole(origin: TensorHead) -> ModelTensorView:
-        """All of a tensor of the model."""
+        """Return the view of all of a tensor of the model."""
         axes = tuple(axis if length > 1 else None for axis, length in enumerate(origin.shape))
         return ModelTensorView(origin.name, origin.shape, axes, (0,) * len(axes))
 
     def of(self, name: str, held: HeldTensor) -> HeldTensor:
-        """What a process holds of it, from what it holds of the origin."""
+        """Return the part of this tensor that a process holds, from the part of the origin that it holds."""
         head = TensorHead(name, held.head.dtype, self.shape)
         if not prod(self.shape):  # Only a whole tensor may be empty, see `_view_of`.
             return HeldTensor(head, held.part, held.data)
@@ -82,7 +82,10 @@ class ModelTensorView:
 
 
 def _met(ranges: Sequence[Range], first: int, length: int) -> list[tuple[int, int, int]]:
-    """What rising ranges have of `length` elements from `first` on: (start behind `first`, length, position)."""
+    """Return the intersection of ascending ranges with the `length` elements from `first` on.
+
+    Each entry is (start relative to `first`, length, position in the ranges).
+    """
     found = []
     for start, taken, position in positions(ranges):
         low, high = max(first, start), min(first + length, start + taken)
@@ -94,13 +97,13 @@ def _met(ranges: Sequence[Range], first: int, length: int) -> list[tuple[int, in
 def checkpoint_of(
     model: Any, heads: Sequence[TensorHead]
 ) -> tuple[dict[str, ModelTensorView], dict[str, torch.Tensor]]:
-    """The tensors of the checkpoint that transformers would write of a model, in its order.
+    """Return the tensors of the checkpoint that transformers would write of a model, in its order.
 
     Args:
         heads: the model's own tensors.
 
     Returns:
-        What part of the model's tensors each is; and stand-ins for them without memory, which share storage where the
+        The view of the model's tensors that each is; and fake tensors without memory, which share storage where the
         tensors would.
     """
     import torch
@@ -117,7 +120,7 @@ def checkpoint_of(
         def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
             made = func(*args, **(kwargs or {}))
             if func._schema.is_mutable and args and isinstance(args[0], torch.Tensor):
-                copies.pop(storage_of(args[0]), None)  # No longer a copy: it then comes from nowhere.
+                copies.pop(storage_of(args[0]), None)  # No longer a copy, and of unknown origin.
                 origins.pop(storage_of(args[0]), None)
             if func is torch.ops.aten.clone.default and made.is_contiguous():
                 copies[storage_of(made)] = (args[0], made)
@@ -132,22 +135,23 @@ def checkpoint_of(
 
 @dataclass(frozen=True, slots=True)
 class ReadNames:
-    """What the names of a checkpoint are for a model."""
+    """The model's tensors that the names of a checkpoint refer to."""
 
     views: Mapping[str, ModelTensorView]
-    """What part of the model's tensors each is."""
+    """The view of the model's tensors that each name is."""
     lacking: Mapping[str, ModelTensorView]
-    """The parts that the checkpoint lacks, by the names that transformers would write."""
+    """The missing tensors of the checkpoint, by the names that transformers would write."""
     ignored: frozenset[str]
-    """Names that are none of the model's, and that transformers expects."""
+    """Names that the model does not have and that transformers ignores."""
 
 
 def read_by(model: Any, heads: Sequence[TensorHead], names: Iterable[str]) -> ReadNames:
-    """Find what part of a model's tensors each tensor of a checkpoint is, as transformers' own `from_pretrained` does.
+    """Find the view of a model's tensors for each tensor of a checkpoint, like transformers' own `from_pretrained`.
 
-    transformers gives each name a parameter, and a pattern where the parameter is made of several tensors. These are
-    taken in the order of their names. The names that transformers would write are renamed in the same way, so that the
-    first of the checkpoint's names for a pattern is what the first of them is, and so on.
+    transformers assigns each name to a parameter. If the parameter consists of several tensors, it also assigns the
+    name to a pattern. The tensors of a pattern are taken in the order of their names. The names that transformers would
+    write are renamed in the same way. So the first of the checkpoint's names for a pattern corresponds to the first of
+    the written names, and so on.
 
     Args:
         heads: the model's own tensors.
@@ -159,7 +163,7 @@ def read_by(model: Any, heads: Sequence[TensorHead], names: Iterable[str]) -> Re
     views = dict[str, ModelTensorView]()
     for (target, pattern), same in _by_pattern(asked).items():
         mine = parts.get((target, pattern), [])
-        if target not in known:  # Unless the model was loaded with a renaming of the caller's, `key_mapping`.
+        if target not in known:  # Unless the model was loaded with the caller's own `key_mapping`.
             views |= {name: saved[name] for name in same if name in saved}
         elif pattern is None:
             views |= {name: ModelTensorView.whole(known[target]) for name in same}
@@ -175,7 +179,7 @@ def read_by(model: Any, heads: Sequence[TensorHead], names: Iterable[str]) -> Re
 
 
 class _Unused:
-    """A model of transformers as if `from_pretrained` had not made it: without the conversions that it used then."""
+    """A model of transformers as if `from_pretrained` had not created it: without the conversions that it used then."""
 
     _weight_conversions = None
 
@@ -187,13 +191,13 @@ class _Unused:
 
 
 _Targets: TypeAlias = Mapping[str, tuple[str, str | None]]
-"""The parameter, and the pattern if it is made of several tensors, by the names of a checkpoint in natural order."""
+"""The parameter of each name of a checkpoint, in natural order, and the pattern of a parameter with several tensors."""
 
 
 def _targets(model: Any, names: Iterable[str], known: dict[str, TensorHead]) -> _Targets:
-    """The parameters that `from_pretrained` gives names to.
+    """Return the parameters that `from_pretrained` assigns names to.
 
-    That is the first part of `convert_and_load_state_dict_in_model` of transformers 5.24.
+    This is the first part of `convert_and_load_state_dict_in_model` of transformers 5.24.
     """
     from transformers.conversion_mapping import get_model_conversion_mapping
     from transformers.core_model_loading import WeightConverter, WeightRenaming, dot_natural_key, rename_source_key
@@ -210,7 +214,7 @@ def _targets(model: Any, names: Iterable[str], known: dict[str, TensorHead]) -> 
 
 
 def _by_pattern(targets: _Targets) -> dict[tuple[str, str | None], list[str]]:
-    """The names of each parameter and pattern, in their order."""
+    """Return the names of each parameter and pattern, in their order."""
     found = dict[tuple[str, str | None], list[str]]()
     for name, target in targets.items():
         found.setdefault(target, []).append(name)
@@ -218,9 +222,10 @@ def _by_pattern(targets: _Targets) -> dict[tuple[str, str | None], list[str]]:
 
 
 def _ignored_by(model: Any, asked: _Targets, rest: Mapping[str, str]) -> frozenset[str]:
-    """What a checkpoint may have beside, of `rest`: names that are none of the model's, and what transformers reads.
+    """Return the names of `rest` that a checkpoint may have in addition to the model's.
 
-    That is what its `_adjust_missing_and_unexpected_keys` decides; and, for a model without a head, the head.
+    They are the names that transformers' `_adjust_missing_and_unexpected_keys` ignores and, for a model without a head,
+    those of the head.
     """
     patterns = set(getattr(model, "_keys_to_ignore_on_load_unexpected", None) or ())
     buffers = [name for name, _ in model.named_buffers()]
@@ -238,7 +243,7 @@ def _ignored_by(model: Any, asked: _Targets, rest: Mapping[str, str]) -> frozens
 
 
 def storage_of(tensor: torch.Tensor) -> int:
-    """Equal for tensors that share a storage."""
+    """Return a number that is equal for tensors that share a storage."""
     identity: int = tensor.untyped_storage()._cdata
     return identity
 
@@ -250,7 +255,7 @@ def _view_of(
     origins: Mapping[int, str],
     fakes: Mapping[str, torch.Tensor],
 ) -> ModelTensorView:
-    """The part of a tensor of the model that a tensor of the checkpoint is."""
+    """Return the part of one of the model's tensors that a tensor of the checkpoint is."""
     shape = tuple(tensor.shape)
     storage, base, steps = _origin_of(tensor, copies) or (0, 0, [])
     origin = origins.get(storage)
@@ -280,7 +285,10 @@ def _view_of(
 def _origin_of(
     tensor: torch.Tensor, copies: Mapping[int, tuple[torch.Tensor, torch.Tensor]]
 ) -> tuple[int, int, list[int]] | None:
-    """Where elements come from: storage, position of the first, and steps along each axis; None if steps vary."""
+    """Return where a tensor's elements come from: storage, position of the first, and steps along each axis.
+
+    Returns None if steps vary.
+    """
     storage, base, steps = storage_of(tensor), int(tensor.storage_offset()), list(tensor.stride())
     while storage in copies:
         source, _ = copies[storage]
@@ -294,10 +302,10 @@ def _origin_of(
 def _through(
     shape: Sequence[int], base: int, steps: Sequence[int], source: torch.Tensor
 ) -> tuple[int, list[int]] | None:
-    """Positions in the dense copy of a tensor, as positions in its own storage; None if steps there are not constant.
+    """Convert positions in the dense copy of a tensor to positions in its own storage; None if steps there vary.
 
-    A position in the copy is a number whose digits are the index in the source. Steps are constant where each changes
-    one digit, and all together carry over none.
+    A position in the copy is a number. Its digits are the index in the source. Steps are constant if each step changes
+    one digit, and no digit carries over.
     """
     digits = _digits(source)
     found, moved, limits = int(source.storage_offset()), [0] * len(shape), list[int]()
@@ -317,9 +325,9 @@ def _through(
 
 
 def _digits(source: torch.Tensor) -> list[tuple[int, int, int]]:
-    """The axes of a tensor, last first, as those of its dense copy: step there, length, and stride in its storage.
+    """Return the axes of a tensor, last first, as (step in its dense copy, length, stride in its storage).
 
-    Axes that lie as one are one.
+    Adjacent axes that are contiguous in the storage are joined.
     """
     digits = list[tuple[int, int, int]]()
     unit = 1

@@ -1,15 +1,15 @@
-"""The requests of a load: which ones bring what it reads, how many are in flight, and what their buffers take.
+"""The requests of a load: how reads are cut into requests, how many are in flight, and the memory of their buffers.
 
-A read whose target is congruent with its file offset, modulo the alignment, goes directly into the arena, except for
+A read goes directly into the arena if its target is congruent with its file offset, modulo the alignment, except for
 the edges that do not fill a block. Everything else goes through a bounce buffer: edges, reads whose target is not
-congruent, and strided reads, which are requested with their gaps where the gaps are small. Small pieces that share
-blocks of a file, or are in neighboring blocks, become one request. Of a file that is proven, requests are for whole
-chunks, so that none is read and hashed twice.
+congruent, and strided reads, which are requested with their gaps if the gaps are small. Small pieces that share
+blocks of a file, or are in neighboring blocks, become one request. In a file that is verified, requests cover whole
+chunks, so that no chunk is read and hashed twice.
 
-Ranks of a node divide a budget. A load begins with the number of requests that suits most storage. While it reads, a
-step up is tried: twice the requests, and when there may be no more of them, requests of twice the size. A step that
-reads faster is kept, and the next one tried; else the load goes back, and stays. More in flight than the storage needs
-would only take memory and disturb others.
+Ranks of a node divide a budget. A load begins with the number of requests that suits most storage. While it reads, it
+tries a step up: twice the requests or, at the limit of requests, requests of twice the size. A step that reads faster
+is kept, and the next one tried. Otherwise the load returns to the step before, and stays there. More in flight than the
+storage needs would only take memory and disturb other processes.
 """
 
 from __future__ import annotations
@@ -24,13 +24,13 @@ from relayout.format.index import Read
 from relayout.storage.stores import LOCAL_COST, RequestCost
 
 MAX_THREADS = 8
-"""Most requests of one rank in flight at first: so many of 8 MiB keep any one drive busy."""
+"""Initial limit of the requests of one rank in flight: with 8 MiB each, they keep any single drive busy."""
 
 MAX_CONNECTIONS = 16
-"""Most connections of one rank to a remote store, at first; each takes some 2 MiB."""
+"""Initial limit of the connections of one rank to a remote store; each takes some 2 MiB."""
 
 MAX_REQUESTS = 32
-"""Most requests of one rank in flight, where measuring shows that they help."""
+"""Limit of the requests of one rank in flight, if measuring shows that more requests help."""
 
 NODE_BUFFERS = 2**30
 """Default bytes of bounce buffers, pinned or not, of all ranks of a node together."""
@@ -42,19 +42,19 @@ HOST_BUFFERS = 32 * 2**20
 """Default bytes of host bounce buffers of one rank; most bytes do not pass through them."""
 
 MAX_IN_FLIGHT = 512 * 2**20
-"""Default bytes that `iter_load` reads ahead, of one rank."""
+"""Default bytes that `iter_load` reads ahead for one rank."""
 
 NODE_IN_FLIGHT = 2 * 2**30
 """Bytes in flight of all ranks of a node together."""
 
 MIN_BUFFER = 2**20
-"""Least bytes of one thread's buffer. A smaller budget means fewer threads, not smaller requests."""
+"""Lower bound of one thread's buffer, in bytes. A smaller budget means fewer threads, not smaller requests."""
 
 _MIN_GAIN = 1.05
-"""A step that reads less than 5 % faster is taken back."""
+"""Least ratio of speeds that keeps a step up: a step that reads less than 5 % faster is undone."""
 
 _MIN_SECONDS = 0.1
-"""The least time in which a step is measured. Short loads are over before anything is tried."""
+"""Least seconds for which a step is measured. Short loads end before any step is tried."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -63,20 +63,20 @@ class Request:
 
     file: int
     extent: Extent
-    """What to read; both ends are multiples of the alignment, so it may end beyond the end of the file."""
+    """The bytes to read; both ends are multiples of the alignment, so it may end beyond the end of the file."""
     arena_offset: int | None
-    """Where all of it goes; None: through a bounce buffer."""
+    """Arena offset of the whole extent; None: the request goes through a bounce buffer."""
     transfers: tuple[Transfer, ...] = ()
     """Copies from the bounce buffer to the arena, in the order of the reads."""
 
     @property
     def is_sparse(self) -> bool:
-        """Whether most of its bytes are gaps between runs."""
+        """True if most of its bytes are gaps between runs."""
         return any(transfer.count > 1 for transfer in self.transfers) and 2 * self.nbytes < self.extent.nbytes
 
     @property
     def nbytes(self) -> int:
-        """Bytes that it puts into the arena."""
+        """Bytes that the request writes to the arena."""
         return self.extent.nbytes if self.arena_offset is not None else sum(t.total_nbytes for t in self.transfers)
 
 
@@ -93,22 +93,22 @@ def plan_requests(
     includes the gaps between its runs if the runs are shorter than `cost.max_gap_nbytes` and the gaps are not longer.
 
     Args:
-        grids: of each file that is proven, the borders of its chunks, at multiples of `alignment`. A chunk that is
-            larger than a bounce buffer is requested in parts.
+        grids: the chunk borders of each file that is verified, at multiples of `alignment`. A chunk that is larger than
+            a bounce buffer is requested in parts.
     """
     planner = _Planner(alignment, cost, bounce_nbytes, grids)
     return list(planner.merged(request for read in reads for request in planner.cut(read)))
 
 
 class _Planner:
-    """Cuts the reads of a load."""
+    """Cuts the reads of a load into requests."""
 
     def __init__(self, alignment: int, cost: RequestCost, bounce_nbytes: int, grids: Sequence[Grid | None]) -> None:
         """Take the arguments of `plan_requests`."""
         self._alignment = alignment
         self._cost = cost
         self._bounce_nbytes = bounce_nbytes
-        # Before its ends are moved to borders of blocks, a request takes two blocks less than a buffer.
+        # A request grows by up to two blocks when its ends are moved to block borders, so it starts two blocks smaller.
         self._most_nbytes = min(cost.request_nbytes, align_down(bounce_nbytes, alignment) - 2 * alignment)
         self._blocks = Grid(0, alignment), Grid(0, self._most_nbytes)
         self._grids = {
@@ -116,10 +116,10 @@ class _Planner:
             for file, grid in enumerate(grids)
             if grid is not None and grid.step <= bounce_nbytes
         }
-        """For each file that is proven the borders of its chunks, and those that no bounced request goes across."""
+        """For each verified file, its chunk borders, and the borders that no bounced request crosses."""
 
     def cut(self, read: Read) -> Iterator[Request]:
-        """The requests for a read, in the order of the file."""
+        """Yield the requests for a read, in the order of the file."""
         transfer, is_proven = read.transfer, read.file in self._grids
         most = self._bounce_nbytes if is_proven else self._most_nbytes
         if transfer.count == 1:
@@ -161,13 +161,13 @@ class _Planner:
                 yield self._request(file, parts)
 
     def _request(self, file: int, parts: Sequence[Transfer]) -> Request:
-        """The request for parts of a file, in rising order, through a bounce buffer."""
+        """Return the request for parts of a file, in ascending order, through a bounce buffer."""
         grid, _ = self._grids.get(file, self._blocks)
         start, end = grid.down(parts[0].source), grid.up(parts[-1].source_end)
         return Request(file, Extent(start, end - start), None, tuple(part.shifted(source=-start) for part in parts))
 
     def merged(self, requests: Iterable[Request]) -> Iterator[Request]:
-        """Join consecutive bounced requests whose extents touch, up to the size of a buffer."""
+        """Join consecutive bounced requests if their extents touch, up to the size of a buffer."""
         for group in coalesce(requests, self._where, max_nbytes=self._bounce_nbytes):
             if len(group.items) == 1:
                 yield group.items[0]
@@ -180,7 +180,7 @@ class _Planner:
             yield Request(group.items[0].file, group.extent, None, tuple(transfers))
 
     def _where(self, request: Request) -> tuple[tuple[int, int | None, int], int, int]:
-        # Arena offsets differ, so that a request that has one is never joined.
+        # Arena offsets differ, so a request that has one is never joined.
         cut = self._grids.get(request.file)
         window = 0 if cut is None else cut[1].down(request.extent.offset)
         return (request.file, request.arena_offset, window), request.extent.offset, request.extent.end
@@ -188,16 +188,16 @@ class _Planner:
 
 @dataclass(frozen=True, slots=True)
 class Budget:
-    """What a load may use."""
+    """The limits of a load's requests and buffers."""
 
     threads: int
     """Requests in flight at first."""
     memory: int
     """Bytes of bounce buffers, of all threads together."""
     cost: RequestCost = LOCAL_COST
-    """What requests should look like."""
+    """The cost of requests to the store, which determines their size."""
     max_threads: int = 0
-    """Most requests in flight, where measuring shows that more than `threads` help."""
+    """Limit of the requests in flight, if measuring shows that more than `threads` help."""
 
     @property
     def buffer_nbytes(self) -> int:
@@ -206,15 +206,15 @@ class Budget:
 
 
 def local_world_size() -> int:
-    """Ranks on this node, from torchrun's LOCAL_WORLD_SIZE; 1 if it is not set."""
+    """Return the number of ranks on this node, from torchrun's LOCAL_WORLD_SIZE; 1 if it is not set."""
     text = os.environ.get("LOCAL_WORLD_SIZE", "")
     return max(1, int(text)) if text.isdecimal() and len(text) < 10 else 1
 
 
 def plan_budget(threads: int | None, memory: int | None, most: int, cost: RequestCost = LOCAL_COST) -> Budget:
-    """The budget that was asked for; by default a share of the node's, `most` bytes at most.
+    """Return the requested budget; by default a share of the node's, with at most `most` bytes.
 
-    `threads` that were asked for are not changed by measuring.
+    If `threads` is given, measuring does not change it.
 
     Raises:
         PlanError: `threads` or `memory` is too small.
@@ -238,22 +238,22 @@ def plan_budget(threads: int | None, memory: int | None, most: int, cost: Reques
 
 
 def num_cpus() -> int:
-    """Processors that this process may run on."""
+    """Return the number of processors that this process may run on."""
     return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
 @dataclass(frozen=True, slots=True)
 class InFlight:
-    """What is in flight."""
+    """The number and size of requests in flight."""
 
     threads: int
     """Requests in flight."""
     request_nbytes: int
-    """The largest request."""
+    """Size of the largest request."""
 
 
 def steps(threads: int, max_threads: int, request_nbytes: int, max_request_nbytes: int) -> list[InFlight]:
-    """The steps from the first pair to the second, each with up to twice the bytes in flight of the one before."""
+    """Return the steps from the first pair to the second, each with at most twice the bytes of the one before."""
     found = [InFlight(threads, request_nbytes)]
     while (step := found[-1]).threads < max_threads:
         found.append(InFlight(min(2 * step.threads, max_threads), request_nbytes))
@@ -266,7 +266,7 @@ class Pace:
     """Chooses the step of one load. Not thread-safe; reads no clock."""
 
     def __init__(self, ladder: list[InFlight]) -> None:
-        """`ladder` has the steps to try, in order; the first is where the load begins."""
+        """Begin with the first step; `ladder` has the steps to try, in order."""
         self._ladder = ladder
         self._place = 0
         self._rate_below = 0.0
@@ -278,11 +278,11 @@ class Pace:
 
     @property
     def step(self) -> InFlight:
-        """What should be in flight now."""
+        """The number and size of requests that should be in flight now."""
         return self._ladder[self._place]
 
     def limit(self, threads: int) -> bool:
-        """Never have more requests in flight than this; False: there are more already."""
+        """Limit the requests in flight, and return True; return False if more are in flight already."""
         if self.step.threads > threads:
             return False
         self._ladder = [step for step in self._ladder if step.threads <= threads]
@@ -290,7 +290,7 @@ class Pace:
         return True
 
     def finished(self, step: InFlight, nbytes: int, seconds: float) -> None:
-        """A request for `nbytes`, begun when `step` was the step, has taken so long."""
+        """Record that a request for `nbytes`, begun at `step`, has taken `seconds`."""
         if self._is_settled or step != self.step:
             return
         self._num_done += 1

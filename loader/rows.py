@@ -1,8 +1,8 @@
-"""Rows of a table, read by their number: for tables that stay on the drive, of which a step needs some thousand rows.
+"""Rows of a table, read by their number: for tables that stay on the drive, as a step needs only some thousand rows.
 
-Rows of a batch are sorted, and each block of the file that has some is read once, past the page cache, many at a time
-(`storage.local.batched`). A batch whose rows are in the page cache is read there. What cannot be read so, such as a
-file of a remote store, or one whose bytes are proven, is read in the ordinary way.
+Rows of a batch are sorted. Each block of the file that contains requested rows is read once, past the page cache, with
+many reads at a time (`storage.local.batched`). A batch with rows that are in the page cache is read from there. Files
+that cannot be read in this way are read in the ordinary way: those of a remote store, and those that are verified.
 """
 
 from __future__ import annotations
@@ -42,11 +42,11 @@ if TYPE_CHECKING:
 DEPTH = 64
 """Reads in flight."""
 _MAX_ROWS = 2**13
-"""The most rows of a batch."""
+"""Limit of the rows of a batch."""
 _MAX_BATCH_NBYTES = 2**24
-"""The most bytes that are read for a batch; always one row."""
+"""Limit of the bytes that are read for a batch, unless a single row is larger."""
 _NUM_SAMPLED = 16
-"""If so many rows of a batch are in the page cache, the others are read through it, too."""
+"""Number of sampled rows of a batch. If all of them are in the page cache, the batch is read through it."""
 
 Numbers: TypeAlias = npt.NDArray[np.int64]
 _Run: TypeAlias = tuple[int, int, int, int]
@@ -61,7 +61,7 @@ class _Tensor(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class RowRuns:
-    """Where rows of a table are stored: runs of consecutive rows, rising by row and apart."""
+    """The location of a table's stored rows: runs of consecutive rows, ascending by row and disjoint."""
 
     row_nbytes: int
     first: Numbers
@@ -74,7 +74,7 @@ class RowRuns:
     """Absolute file offset of each run's first row."""
 
     def find(self, rows: Numbers) -> tuple[Numbers, Numbers]:
-        """The file and the file offset of each row.
+        """Return the file and the file offset of each row.
 
         Raises:
             PlanError: a row is in no run.
@@ -91,18 +91,18 @@ class RowRuns:
 
     @property
     def held(self) -> tuple[tuple[int, int], ...]:
-        """(first, end) of each range of rows that are stored."""
+        """The (first, end) of each range of rows that are stored."""
         starts = np.r_[True, self.first[1:] != self.first[:-1] + self.count[:-1]][: len(self.first)]
         ends = np.r_[starts[1:], True][: len(self.first)]
         return tuple(zip(self.first[starts].tolist(), (self.first + self.count)[ends].tolist(), strict=True))
 
 
 def runs_of(pieces: Pieces, starts: Sequence[int], row_nbytes: int) -> RowRuns:
-    """Where the rows are of tensors that make up a table.
+    """Return the runs of rows of the tensors that make up a table.
 
     Args:
         pieces: the tensors, or a rank's slices of them.
-        starts: the rows of the table in front of each whole tensor.
+        starts: the number of rows of the table before each whole tensor.
 
     Raises:
         PlanError: rows are not stored in one piece, as where columns are cut.
@@ -127,7 +127,7 @@ def runs_of(pieces: Pieces, starts: Sequence[int], row_nbytes: int) -> RowRuns:
 
 
 def _merged(runs: Sequence[_Run], row_nbytes: int) -> list[_Run]:
-    """Join runs that follow each other in the table and in a file; rows that another run has already are left out."""
+    """Join runs that follow each other in the table and in a file, and drop rows that an earlier run already has."""
     merged: list[_Run] = []
     for first, count, file, offset in runs:
         if merged:
@@ -145,18 +145,18 @@ def _merged(runs: Sequence[_Run], row_nbytes: int) -> list[_Run]:
 
 @dataclass(frozen=True, slots=True)
 class StoredRun:
-    """Rows that lie one after another in a file, without gaps."""
+    """Rows that are stored one after another in a file, without gaps."""
 
     file: StoredFile
     fd: int
-    """A descriptor of the file, whose content was checked; open as long as the reader."""
+    """A descriptor of the file. Its content was checked; it is open as long as the reader."""
     offset: int
     """Absolute file offset of the first row."""
     nbytes: int
 
 
 class RowReader(Closable):
-    """A table of a checkpoint, or the rows of it that a rank holds. Made by `open_rows`; thread-safe.
+    """A table of a checkpoint, or the rows of it that a rank holds. Created by `open_rows`; thread-safe.
 
     Example:
         >>> import relayout
@@ -167,14 +167,14 @@ class RowReader(Closable):
 
     def __init__(self, table: PlannedTensor, runs: RowRuns, files: tuple[StoredFile, ...], depth: int) -> None:
         self.name = table.name
-        """The name, or the pattern of the shards' names."""
+        """The name of the tensor, or the pattern of the shards' names."""
         self.shape = tuple(table.shape)
-        """Of the whole table, in elements."""
+        """Shape of the whole table, in elements."""
         needed, place = np.unique(runs.file, return_inverse=True)
         self._runs = runs = replace(runs, file=place.reshape(-1))
         self._files = files = tuple(files[file] for file in needed.tolist())
         self.dtype = torch_dtype(table.name, table.dtype)
-        """As torch has it."""
+        """The dtype, as torch's."""
         self._row_shape = torch_shape(table.name, table.dtype, table.shape)[1:]
         self._stack = ExitStack()
         self._reads: BatchedReads | None = None
@@ -198,9 +198,9 @@ class RowReader(Closable):
 
     @property
     def run(self) -> StoredRun | None:
-        """Where the rows are stored, if they are one run, as those of a rule with `table` are; else None.
+        """Location of the rows if they are one run, as for a rule with `table`; else None.
 
-        None, too, of a store without descriptors, and of a file whose bytes are proven.
+        Also None for a store without descriptors, and for a file that is verified.
         """
         runs = self._runs
         if len(runs.first) != 1 or self._reads is None:
@@ -248,7 +248,7 @@ class RowReader(Closable):
         return (slice(start, start + size) for start in range(0, count, size))
 
     def _read(self, file: int, offsets: Numbers, into: npt.NDArray[np.uint8], buffer: Buffer) -> None:
-        """Fill `into` with rows of a file, at rising offsets."""
+        """Fill `into` with rows of a file, at ascending offsets."""
         left = self._copy_cached(file, offsets, into)
         if not len(left):
             return
@@ -266,29 +266,29 @@ class RowReader(Closable):
         into[left] = rows[places[group] + offsets[left] - starts[group]]
 
     def _copy_cached(self, file: int, offsets: Numbers, into: npt.NDArray[np.uint8]) -> Numbers:
-        """Fill the rows, if they are in the page cache, and return the positions of those that are left."""
+        """Fill the rows if they are in the page cache, and return the positions of the rows that are left."""
         left, row = np.arange(len(offsets)), self._runs.row_nbytes
         if self._reads is None or not self._is_cached(file, offsets):
             return left
-        with suppress(OSError):  # That is found where they are read as others are.
+        with suppress(OSError):  # The error recurs in the ordinary read.
             sizes = np.full(len(offsets), row)
             left = left[self._reads.read(self._cached.fd(file), into.ctypes.data + left * row, offsets, sizes) != row]
         return left
 
     def _is_cached(self, file: int, offsets: Numbers) -> bool:
-        """Whether each row of a sample is in the page cache: to ask for all would take as long as to read them.
+        """Return True if each row of a sample is in the page cache: checking all would take as long as reading them.
 
-        (RWF_NOWAIT is no way to ask: of what is missing, the kernel begins to read ahead.)
+        (RWF_NOWAIT cannot be used to check: for missing pages, the kernel begins to read ahead.)
         """
         sample = offsets[:: -(-len(offsets) // _NUM_SAMPLED)].tolist()
         return all(self._cached.resident_nbytes(file, offset, self._runs.row_nbytes) for offset in sample)
 
     def _read_blocks(self, file: int, starts: Numbers, sizes: Numbers, places: Numbers, view: memoryview) -> None:
-        """Read ranges of a file to their places in memory. What cannot be read together is read one by one."""
+        """Read ranges of a file to their places in memory. Ranges that cannot be read together are read one by one."""
         nbytes = np.zeros(len(starts), np.int64)
         if self._reads is not None:
             address = np.frombuffer(view, np.uint8).ctypes.data
-            with suppress(OSError):  # That is found below.
+            with suppress(OSError):  # The read below raises it again.
                 nbytes = self._reads.read(self._opened.fd(file), address + places, starts, sizes)
         wanted = np.minimum(sizes, self._files[file].nbytes - starts)
         others = np.flatnonzero(nbytes < wanted).tolist()
@@ -301,12 +301,12 @@ class RowReader(Closable):
         self._opened.read(file, int(starts[which]), view[place : place + int(sizes[which])])
 
     def close(self) -> None:
-        """Close the files. A reader that is closed must not be used."""
+        """Close the files. A closed reader must not be used."""
         self._stack.close()
 
 
 def _integers(ids: Any) -> Numbers:
-    """Numbers of rows as an array of int64."""
+    """Return row numbers as an array of int64."""
     array = np.asarray(ids.cpu() if hasattr(ids, "cpu") else ids)
     if not array.size:
         return array.astype(np.int64)
@@ -325,16 +325,16 @@ def open_rows(
     cache: CacheOption = None,
     trust: Trust = None,
 ) -> RowReader:
-    """Open a table of a checkpoint, to read rows of it again and again.
+    """Open a table of a checkpoint, to read rows of it repeatedly.
 
-    Use it in a `with` statement, or close it. No row is read yet, and no memory is taken for any.
+    Use it in a `with` statement, or close it. No row is read yet, and no memory is allocated for rows.
 
     Args:
         path, rank, name, depth, tp, cache, trust: as for `rows`.
 
     Raises:
         FormatError, OSError: as `rows`.
-        PlanError: as `rows`, but for `ids` and `out`.
+        PlanError: as `rows`, except for `ids` and `out`.
 
     Example:
         >>> import relayout
@@ -356,7 +356,7 @@ def open_rows(
 
 
 def _table_of(source: RankSource, columns: TensorColumns, name: str) -> tuple[PlannedTensor, list[int]]:
-    """The table as one tensor, and for each tensor that a rank holds of it the rows in front of that."""
+    """Return the table as one tensor, and the number of rows of the table before each of the rank's tensors."""
     if isinstance(name, str) and "#" not in name and len(columns.names) == 1:
         return _Tensor(columns.names[0], columns.dtypes[0], tuple(columns.source_shapes[0])), [0]
     if not isinstance(name, str) or name.count("#") != 1:
@@ -374,7 +374,7 @@ def _table_of(source: RankSource, columns: TensorColumns, name: str) -> tuple[Pl
 
 
 def _all_tensors(source: RankSource) -> Sequence[PlannedTensor]:
-    """All tensors of the checkpoint: a rank does not hold each shard of a table."""
+    """Return all tensors of the checkpoint: a rank may hold only some shards of a table."""
     from relayout.loader.sources.reshard import PlainRank
 
     if isinstance(source, PlainRank):
@@ -405,28 +405,28 @@ def rows(
 ) -> torch.Tensor:
     """Read rows of a table of a checkpoint by their number, without loading the table.
 
-    Rows that are in the page cache are read there, all others by direct I/O, which leaves the page cache as it was.
-    Beside the result this takes at most 64 MiB and 50 bytes for each id. To read again and again use `open_rows`, which
-    opens the files once.
+    Rows that are in the page cache are read from there, all others by direct I/O, which leaves the page cache
+    unchanged. In addition to the result, this takes at most 64 MiB, and 50 bytes for each id. To read repeatedly, use
+    `open_rows`, which opens the files once.
 
     Args:
-        path: a folder that `relayout convert` wrote, or a plain checkpoint; as `str`, it may be a store's URL.
+        path: a folder that `relayout convert` wrote, or a plain checkpoint. A `str` may also be the URL of a store.
         rank: from 0. None: whole tensors, from the files of all ranks.
-        name: of a tensor, whose dim 0 counts the rows. Or a pattern with one `#`, the number of a shard: the shards are
-            one table, in the order of their numbers.
-        ids: integers of any shape and order, also the same ones several times. They are numbers in the whole table, as
-            engines count them, not in the rank's part; those that the rank does not hold are an error.
+        name: of a tensor with rows along dim 0. Or a pattern with one `#`, the number of a shard: the shards are one
+            table, in the order of their numbers.
+        ids: integers of any shape and order; duplicates are allowed. They are numbers in the whole table, as engines
+            count them, not in the rank's part. Ids of rows that the rank does not hold are an error.
         out: a contiguous tensor in host memory to fill.
-        depth: reads in flight. Of a remote store at most 16.
-        tp, cache, trust: as for `load`. With a policy, every byte is proven.
+        depth: reads in flight; at most 16 for a remote store.
+        tp, cache, trust: as for `load`. With a policy, every byte is verified.
 
     Returns:
         The rows, in the order of `ids`: of shape [*ids.shape, *shape of a row], in host memory.
 
     Raises:
         FormatError: a file is damaged, missing, or of another conversion.
-        PlanError: there is no such path, rank, tensor or row, or rows are not stored in one piece, as where columns are
-            cut; or as `load`.
+        PlanError: the path, rank, tensor or row does not exist, or rows are not stored in one piece, as where columns
+            are cut; or as `load`.
         OSError: a read failed.
 
     Example:

@@ -1,8 +1,9 @@
-"""`load(into=...)` without a rank: fills what this process holds of a model, whole tensors and shards of DTensors.
+"""`load(into=...)` without a rank: fills the whole tensors and DTensor shards of a model that this process holds.
 
-What to read of a tensor follows from where its DTensor places it (`held.py`). A process alone reads just that. The
-members of a group tell each other what they hold, read each byte once, and exchange what several need. On one machine,
-whose page cache they share, each reads its own of a folder: that has no byte read twice, and nothing exchanged.
+The bytes to read of a tensor follow from its DTensor's placement (`held.py`). A process alone reads only these bytes.
+The members of a group exchange lists of their parts, read each byte once, and exchange bytes that several need. Members
+on one machine share its page cache: each reads its own parts of a folder, so that no byte is read twice and nothing is
+exchanged.
 """
 
 from __future__ import annotations
@@ -47,7 +48,7 @@ if TYPE_CHECKING:
 
 _BOOT_ID = Path("/proc/sys/kernel/random/boot_id")
 _MAX_NAMED = 4
-"""Tensors that a message names."""
+"""Limit of the tensors that a message names."""
 _BY_STATE_DICT = "load the tensors by relayout.load(path), and call model.load_state_dict() with them"
 
 
@@ -56,17 +57,17 @@ class LocalStateDict:
     """The part of a model or state dict that this process holds."""
 
     tensors: Mapping[str, HeldTensor]
-    """What it holds of each tensor, by the model's names."""
+    """The held part of each tensor, by the model's names."""
     given: Mapping[str, torch.Tensor]
     """The tensors themselves, by the same names."""
     memory: frozenset[int]
-    """The storages of the model's parameters and buffers: what is filled must be in one of them."""
+    """The storages of the model's parameters and buffers. Tensors to fill must be in one of them."""
     model: Any = None
     """The model, if it is one of transformers: its checkpoints may have other names."""
 
     @staticmethod
     def of(into: Mapping[str, torch.Tensor] | torch.nn.Module) -> LocalStateDict:
-        """What a state dict or model has here."""
+        """Return the part of a state dict or model that this process holds."""
         from torch.nn import Module
 
         if isinstance(into, Mapping):
@@ -78,7 +79,7 @@ class LocalStateDict:
             what = f"into is a {type(into).__name__}, expected tensors by name, or a torch.nn.Module"
             raise PlanError(what, code="option")
         _check_loads(model)
-        # No checkpoint has extra state that is no tensor.
+        # Checkpoints do not contain extra state that is not a tensor.
         state = {name: one for name, one in model.state_dict().items() if not _is_extra(name, one)}
         state = {name_of(name): tensor for name, tensor in state.items()}
         _check_memory(state)
@@ -92,11 +93,11 @@ class LocalStateDict:
         return LocalStateDict(held, state, memory, model)
 
     def read_by(self, names: Sequence[str]) -> tuple[dict[str, HeldTensor], list[HeldTensor], frozenset[str]]:
-        """Find the tensors of a checkpoint among what is held.
+        """Find the tensors of a checkpoint among the held ones.
 
         Returns:
-            What is held of each, by its names; what it lacks, by the names that it should have; and names that it may
-            have beside.
+            The held part of each tensor, by the checkpoint's names; the missing tensors, with the names that the
+            checkpoint should have; and additional names that it may have.
         """
         if self.model is None:
             known = set(names)
@@ -111,7 +112,7 @@ class LocalStateDict:
 
     @property
     def device(self) -> torch.device | str:
-        """The one device that has all of it."""
+        """The single device of all tensors."""
         devices = {one.data.device: name for name, one in self.tensors.items() if one.data.numel()}
         if len(devices) > 1:
             (one, name), (other, second), *_ = devices.items()
@@ -120,7 +121,7 @@ class LocalStateDict:
 
 
 def _check_memory(tensors: Mapping[str, Any]) -> None:
-    """Raise PlanError if a tensor has no memory yet: a model that was made on the device "meta"."""
+    """Raise PlanError if a tensor has no memory yet, as in a model that was created on the device "meta"."""
     without = [
         name for name, tensor in tensors.items() if getattr(getattr(tensor, "device", None), "type", "") == "meta"
     ]
@@ -133,7 +134,7 @@ def _check_memory(tensors: Mapping[str, Any]) -> None:
 def _check_loads(model: torch.nn.Module) -> None:
     """Raise PlanError if a module runs code of its own after a state dict was loaded into it.
 
-    It may compute with something else than its parameters then, such as packed weights. Modules of torch and
+    Such a module may compute with other data than its parameters, such as packed weights. Modules of torch and
     transformers do not.
     """
     for path, module in model.named_modules():
@@ -148,32 +149,32 @@ def _check_loads(model: torch.nn.Module) -> None:
 
 
 def _is_extra(name: str, tensor: object) -> bool:
-    """Whether an entry of a state dict is what a module's `get_extra_state` returned, and no tensor."""
+    """Return True if a state dict's entry was returned by a module's `get_extra_state` and is not a tensor."""
     import torch
 
     return name.rpartition(".")[2] == "_extra_state" and not isinstance(tensor, torch.Tensor)
 
 
 def _listed(names: Iterable[str]) -> str:
-    """Names for a message: the first few, and how many more."""
+    """Return names for a message: the first few, and the number of the others."""
     first, more = list(names)[:_MAX_NAMED], len(list(names)) - _MAX_NAMED
     return ", ".join(map(repr, first)) + (f" and {more} more" if more > 0 else "")
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Wanted:
-    """What this process wants of a checkpoint."""
+    """The tensors of a checkpoint that this process loads."""
 
     whole: WholeTensors
     held: LocalStateDict
     chosen: frozenset[int]
-    """The rows of the checkpoint's tensors whose names match."""
+    """The rows of the checkpoint's tensors with names that match."""
     mine: Mapping[int, HeldTensor]
-    """What this process holds of these, with elements or without, in the order of the rows."""
+    """The held part of each chosen tensor, with or without elements, in the order of the rows."""
     again: frozenset[int]
-    """The rows of tensors in the same memory as one before, such as tied ones: they are compared with it."""
+    """The rows of tensors in the same memory as an earlier one, such as tied ones. They are compared with it."""
     ignored: frozenset[str]
-    """Names of tensors that the checkpoint may have beside."""
+    """Names of additional tensors that the checkpoint may have."""
 
     @staticmethod
     def of(asked: Asked, held: LocalStateDict) -> Wanted:
@@ -215,7 +216,7 @@ class Wanted:
                 raise PlanError(what, tensor=one.head.name, code="unsupported")
 
     def check_beside(self, held_by_any: Iterable[int]) -> None:
-        """Check that somebody holds each tensor that the checkpoint has, and that is asked for."""
+        """Check that at least one member holds each chosen tensor of the checkpoint."""
         names = self.whole.pieces.columns.names
         beside = [names[row] for row in sorted(self.chosen.difference(held_by_any)) if names[row] not in self.ignored]
         if beside:
@@ -223,16 +224,16 @@ class Wanted:
             raise PlanError(what, path=str(self.whole.store), code="mismatch")
 
     def columns(self, rows: Sequence[int]) -> TensorColumns:
-        """This process's parts of some tensors."""
+        """Return this process's parts of some tensors."""
         return parts_of(self.whole.pieces, {row: self.mine[row].part for row in rows})
 
     @property
     def filled(self) -> list[int]:
-        """The rows of which this process holds elements."""
+        """The rows of tensors with elements that this process holds."""
         return [row for row, one in self.mine.items() if one.part.is_held and one.data.numel()]
 
     def take(self, row: int, loaded: torch.Tensor) -> None:
-        """Use what was loaded of a tensor into memory of its own."""
+        """Copy a tensor from temporary memory into place, or compare it if its memory is shared."""
         import torch
 
         one = self.mine[row]
@@ -249,14 +250,14 @@ def _bytes(one: HeldTensor) -> torch.Tensor:
 
 
 def _hint(name: str, known: Iterable[str]) -> str:
-    """Why a checkpoint may lack a name."""
+    """Return why a checkpoint may lack a name."""
     if ".experts." in name:
         return "; of a model of transformers, give the model: it fuses experts that a checkpoint may have one by one"
     return did_you_mean(name, known)
 
 
 def load_held(asked: Asked) -> dict[str, torch.Tensor]:
-    """Fill what `asked.into` holds here; with a group, together with its other members, who call this, too."""
+    """Fill the parts of `asked.into` that this process holds; with a group, all members call this together."""
     if asked.group is None:
         held, options = _prepared(asked)
         wanted = Wanted.of(asked, held)
@@ -268,7 +269,7 @@ def load_held(asked: Asked) -> dict[str, torch.Tensor]:
 
 
 def _prepared(asked: Asked) -> tuple[LocalStateDict, Options]:
-    """What this process holds, and how it is loaded to where that is."""
+    """Return the part that this process holds, and the options to load to its device."""
     assert asked.into is not None
     for option, value in {"tp": asked.tp, "cache": asked.cache, "experts": asked.experts is not None}.items():
         if value:
@@ -295,24 +296,24 @@ def _fill_alone(wanted: Wanted, options: Options) -> None:
 
 
 class _Told(NamedTuple):
-    """What a member tells the others."""
+    """The message of a member to all others about its parts."""
 
     parts: list[Slice]
-    """The distinct parts that it holds of tensors."""
+    """The distinct parts that the member holds of tensors."""
     part_of: dict[int, int]
-    """The part of each tensor that it holds, by the tensor's row."""
+    """The position in `parts` of the part of each tensor that it holds, by the tensor's row."""
     copied: frozenset[int]
-    """The rows of tensors that are loaded into memory of their own, and copied or compared."""
+    """The rows of tensors that are loaded into temporary memory, and then copied or compared."""
     most_nbytes: int
-    """The most bytes of such memory."""
+    """Limit of the temporary memory, in bytes."""
     page_cache: str
-    """Names the page cache through which it can read; no other member has an equal one that it does not share."""
+    """Identity of the page cache through which the member can read: equal for members that share one, else unique."""
     kind: str
-    """The kind of the device that has what it holds; "cpu" if it holds nothing."""
+    """The kind of the device that has the member's parts; "cpu" if it holds nothing."""
 
     @staticmethod
     def of(wanted: Wanted, options: Options) -> _Told:
-        """What this one tells."""
+        """Return this member's message."""
         dtypes, parts = wanted.whole.pieces.columns.dtypes, dict[Slice, int]()
         part_of = {row: parts.setdefault(one.part, len(parts)) for row, one in wanted.mine.items() if one.part.is_held}
         copied = {
@@ -327,13 +328,13 @@ class _Told(NamedTuple):
         return _Told(list(parts), part_of, frozenset(copied), most_nbytes, page_cache, options.kind)
 
     def part(self, row: int) -> Slice:
-        """The part of a tensor that it holds."""
+        """Return the part of a tensor that the member holds."""
         which = self.part_of.get(row)
         return NOT_HELD if which is None else self.parts[which]
 
 
 def _fill_together(asked: Asked, group: Group) -> LocalStateDict:
-    """Read this member's share of what all want, and exchange it."""
+    """Read this member's share of what all members need, and exchange it."""
     with group.telling():
         with group.collective():
             held, options = _prepared(asked)
@@ -341,8 +342,8 @@ def _fill_together(asked: Asked, group: Group) -> LocalStateDict:
             identity = _identity(asked, wanted, options)
         check_same(group, identity)
         told = group.all_gather(_Told.of(wanted, options))
-        # The same for all members: they have told it, or compared it.
-        is_proven = policy_over(wanted.whole.store) is not None  # What others have read is not.
+        # These are equal in all members, as they were exchanged or compared.
+        is_proven = policy_over(wanted.whole.store) is not None  # Bytes that other members read are not verified.
         backend = options.backend if is_proven else _backend_beside(told, options.backend)
         with group.collective(is_last=backend is not None):
             wanted.check_beside({row for one in told for row in one.part_of})
@@ -357,9 +358,10 @@ def _fill_together(asked: Asked, group: Group) -> LocalStateDict:
 
 
 def page_cache_of(store: Store) -> str:
-    """Names the page cache of this machine, if a store is read through it; else nothing that another process has.
+    """Return the identity of this machine's page cache if a store is read through it; else a unique text.
 
-    Containers of one machine share it. If they see one folder by several file systems, they read it several times.
+    Containers of one machine share the page cache. If they see one folder through several file systems, they read it
+    several times.
     """
     with suppress(OSError):
         if isinstance(store, LocalStore):
@@ -368,10 +370,10 @@ def page_cache_of(store: Store) -> str:
 
 
 def _backend_beside(told: Sequence[_Told], backend: str) -> str | None:
-    """The backend by which each member reads its own; None: members exchange what they read.
+    """Return the backend by which each member reads its own parts; None: members exchange what they read.
 
-    That is for members of one machine. What several need comes from the drive once, through the page cache; a device
-    is filled past that, so there it is exchanged.
+    Members of one machine read their own parts. Bytes that several need come from the drive once, through the page
+    cache. A device is filled past the page cache, so there bytes are exchanged.
     """
     if len({one.page_cache for one in told}) > 1:
         return None
@@ -384,7 +386,7 @@ def _backend_beside(told: Sequence[_Told], backend: str) -> str | None:
 
 
 def _are_apart(parts: Sequence[Slice]) -> bool:
-    """Whether parts of a tensor are rows that follow each other, each of one holder."""
+    """Return True if the parts of a tensor are disjoint ranges of rows, each held by one member."""
     held = [part for part in dict.fromkeys(parts) if part.is_held]
     if len(held) < 2:
         return sum(part.is_held for part in parts) < 2
@@ -395,7 +397,10 @@ def _are_apart(parts: Sequence[Slice]) -> bool:
 
 
 def _identity(asked: Asked, wanted: Wanted, options: Options) -> tuple[str, str]:
-    """What is loaded, for a person, and a digest of all that members must have in common: it decides their messages."""
+    """Return a description of the load, and a digest of everything that members must agree on.
+
+    All of this determines their messages.
+    """
     files, is_signed = wanted.whole.pieces.files, policy_over(wanted.whole.store) is not None
     how = (options.backend, options.verify, is_signed)
     what = f"the model of {wanted.whole.store}, with backend={options.backend!r}"
@@ -408,16 +413,16 @@ def _identity(asked: Asked, wanted: Wanted, options: Options) -> tuple[str, str]
 
 @dataclass(frozen=True, slots=True)
 class _Together:
-    """A load of what the members of a group hold, by all of them. In each step, some tensors are filled."""
+    """A load of the members' parts by all members of a group. In each step, some tensors are filled."""
 
     group: Group
     wanted: Wanted
     told: Sequence[_Told]
     options: Options
-    """How to load to the host."""
+    """The options of loads to the host."""
 
     def fill(self) -> None:
-        """Fill the tensors in steps: first all that are filled where they are, then a few others at a time."""
+        """Fill the tensors in steps: first all that are filled in place, then the others, a few at a time."""
         rows = sorted({row for one in self.told for row in one.part_of})
         copied = {row for one in self.told for row in one.copied}
         direct, others = [row for row in rows if row not in copied], [row for row in rows if row in copied]
@@ -436,7 +441,7 @@ class _Together:
         return prod(part.shape(tuple(columns.source_shapes[row]))) * BITS[columns.dtypes[row]] // 8
 
     def _fill_step(self, rows: Sequence[int], report: Reporter, done: int, *, is_copied: bool, is_last: bool) -> int:
-        """Fill some tensors; returns the bytes that this member has then, `done` of which it had before."""
+        """Fill some tensors, and return the bytes that this member has then; it had `done` before."""
         group, wanted, running = self.group, self.wanted, None
         arena: Allocation[Any] | None = None
         mine = [row for row in rows if row in wanted.mine and wanted.mine[row].data.numel()]
@@ -478,9 +483,9 @@ class _Together:
         return done + sum(columns.sizes())
 
     def _divided(self, rows: Sequence[int]) -> tuple[tuple[StoredFile, ...], list[int], list[Divided]]:
-        """The files of tensors, and how what they store is divided among the members, each with the tensor's row.
+        """Return the files of tensors, and the row and division among the members of each tensor in each file.
 
-        A tensor of a converted checkpoint may be stored in several files: each has a division of its own.
+        A tensor of a converted checkpoint may be stored in several files: it has one division for each.
         """
         pieces = self.wanted.whole.pieces
         files = self.options.proving(pieces.files)

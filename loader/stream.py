@@ -1,4 +1,4 @@
-"""`iter_load`: yields a rank's tensors one by one and bounds how much is read ahead."""
+"""`iter_load`: yields a rank's tensors one by one, with a limit of the bytes that are read ahead."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ if TYPE_CHECKING:
     from relayout.format.index import Read
 
 _NUM_BATCHES = 4
-"""The bytes in flight are divided into so many batches: one is used while the others are read."""
+"""Number of batches that the bytes in flight are divided into: one is used while the others are read."""
 
 _SLACK = 2 * BLOCK
 """Bytes that aligning a tensor may waste."""
@@ -46,39 +46,45 @@ class TensorBatch:
 
 
 class Reader:
-    """How this process takes part in the reads of a stream: alone, it reads all. The members of a group share them."""
+    """This process's share of the reads of a stream: all reads if it is alone; the members of a group divide them."""
 
     def least(self, nbytes: int) -> int:
-        """The least of what each process may read ahead: all need the same batches, on machines that are not alike."""
+        """Return the least number of bytes that any process may read ahead.
+
+        All processes need the same batches, even on machines with different limits.
+        """
         return nbytes
 
     def reads_of(self, batch: TensorBatch) -> Sequence[Read]:
-        """The reads of a batch that this process carries out."""
+        """Return the reads of a batch that this process carries out."""
         return batch.layout.reads
 
     def collective(self, *, is_last: bool = False) -> AbstractContextManager[None]:
-        """A block that all processes carry out: one that fails in it fails all. After the last one, they are done."""
+        """Run a block that all processes carry out: an error of one fails all. The last block ends the operation."""
         return nullcontext()
 
     def fill(self, batch: TensorBatch, memory: torch.Tensor) -> None:
-        """Fill what others have read of a batch at the end of a block; what this process reads of it has arrived."""
+        """Fill in the bytes of a batch that other processes have read, at the end of a block.
+
+        The bytes that this process reads have arrived.
+        """
 
     def prove(self, batch: TensorBatch, memory: torch.Tensor, num_threads: int) -> None:
-        """Prove what others have read of a batch."""
+        """Verify the bytes of a batch that other processes have read."""
 
     @property
     def may_discard(self) -> bool:
-        """Whether nobody else writes to this process's memory any more."""
+        """True if no other process writes to this process's memory any more."""
         return True
 
 
 def stream(
     contents: TensorColumns, options: Options, reader: Reader | None = None
 ) -> Iterator[tuple[str, torch.Tensor]]:
-    """Yield the tensors in order; bytes that wait to be yielded and buffers take `options.memory` at most.
+    """Yield the tensors in order; waiting tensors and buffers take at most `options.memory` bytes.
 
     Args:
-        reader: of a group, whose members all stream the same; by default this process reads all.
+        reader: of a group in which all members stream the same tensors. Default: this process reads all.
     """
     contents = replace(contents, files=options.proving(contents.files))
     backend = options.backend_for(contents.files)
@@ -87,7 +93,7 @@ def stream(
 
 
 def _bounds(contents: TensorColumns, backend: Backend[Any], options: Options) -> tuple[Budget, int]:
-    """The budget for reading, and how many bytes of tensors may be read ahead."""
+    """Return the budget for reading, and the number of bytes of tensors that may be read ahead."""
     sizes = contents.sizes()
     largest = max(range(len(sizes)), key=sizes.__getitem__, default=None)
     needed = 0 if largest is None else sizes[largest] + _SLACK
@@ -109,7 +115,7 @@ def _bounds(contents: TensorColumns, backend: Backend[Any], options: Options) ->
 
 
 def most_memory(contents: TensorColumns, options: Options) -> int:
-    """Most bytes that `stream` takes beside the tensors that it has yielded: buffers, and tensors that wait."""
+    """Return the limit of the bytes that `stream` takes for buffers and for tensors that it has not yielded yet."""
     backend = options.backend_for(contents.files)
     if options.memory is not None:
         return options.memory
@@ -118,26 +124,26 @@ def most_memory(contents: TensorColumns, options: Options) -> int:
 
 
 def least_memory(contents: TensorColumns) -> int:
-    """The least `Options.memory` that any backend needs to stream these tensors, in bytes."""
+    """Return the least `Options.memory` that any backend needs to stream these tensors, in bytes."""
     needed = max(contents.sizes(), default=0) + _SLACK
     return needed + max(MIN_BUFFER, needed // (_NUM_BATCHES - 1))
 
 
 class PartCounter:
-    """Counts the bytes of parts of an address space that are still to arrive. Thread-safe."""
+    """Counts the bytes that have not arrived yet, for each part of an address space. Thread-safe."""
 
     def __init__(self, starts: Sequence[int], sizes: Sequence[int], stop: Stop) -> None:
-        """`sizes` bytes are read of the parts that begin at `starts`, in rising order; `stop` is the job's."""
+        """Take the starts of the parts, ascending, and the bytes that are read of each; `stop` is the job's."""
         self._starts = starts
         self._left = list(sizes)
         self._stop = stop
 
     def part_at(self, offset: int) -> int:
-        """The part that an offset is in."""
+        """Return the part that contains an offset."""
         return bisect_right(self._starts, offset) - 1
 
     def count(self, offset: int, nbytes: int) -> None:
-        """Bytes of one part have arrived."""
+        """Record that bytes of one part have arrived."""
         part = self.part_at(offset)
         with self._stop.condition:
             self._left[part] -= nbytes
@@ -145,7 +151,7 @@ class PartCounter:
                 self._stop.condition.notify_all()
 
     def wait(self, part: int) -> bool:
-        """Wait for a part; False if the job stopped before it arrived."""
+        """Wait for a part; return False if the job stopped before it arrived."""
         with self._stop.condition:
             while self._left[part] and not self._stop.requested:
                 self._stop.condition.wait()
@@ -164,7 +170,7 @@ def _plan_batches(contents: TensorColumns, limit: int) -> Iterator[TensorBatch]:
 
 
 class _Window(Generic[Span]):
-    """One address space for all batches. Some have memory; a thread that reads into another batch waits."""
+    """One address space for all batches. Only open batches have memory; a thread that reads into another waits."""
 
     def __init__(
         self,
@@ -175,7 +181,7 @@ class _Window(Generic[Span]):
         bound: int,
         stop: Stop,
     ) -> None:
-        """Open batches have at most `bound` bytes in all, but one is always open. Most take `arena_nbytes`."""
+        """Limit open batches to `bound` bytes in all, but always have one open. Most take `arena_nbytes`."""
         self._pool = pool
         self._parts = parts
         self._counter = counter
@@ -188,7 +194,7 @@ class _Window(Generic[Span]):
         self._bases: dict[int, torch.Tensor] = {}
 
     def wait(self, part: int) -> bool:
-        """Give memory to as many batches as fit, and wait for one; False if the job stopped before it arrived."""
+        """Allocate memory for all batches that fit, and wait for one; return False if the job stopped before that."""
         while self._num_opened < len(self._parts):
             cost = self._costs[self._num_opened]
             if self._bases and self._in_flight + cost > self._bound:
@@ -219,7 +225,7 @@ class _Window(Generic[Span]):
         self._arenas.clear()
 
     def span(self, offset: int, nbytes: int) -> Span:
-        """Memory of an open batch."""
+        """Return memory of an open batch."""
         part = self._counter.part_at(offset)
         with self._stop.condition:
             while part not in self._arenas:
@@ -242,7 +248,7 @@ class _Arriving:
         options: Options,
         reader: Reader,
     ) -> None:
-        """Plan all batches, of at most `bound` bytes in all that are read ahead."""
+        """Plan all batches, with at most `bound` bytes in all read ahead."""
         arena_nbytes = bound // _NUM_BATCHES
         self.batches = list(_plan_batches(contents, arena_nbytes * 3 // 4))  # Alignment wastes some.
         self._reader = reader
@@ -265,7 +271,7 @@ class _Arriving:
             self._running = self._backend.start(self._window, self._job)
 
     def tensors(self, index: int) -> Iterator[tuple[str, torch.Tensor]]:
-        """Yield the tensors of a batch, which `wait` has waited for, and keep no reference to them."""
+        """Yield the tensors of a batch that `wait` has waited for, and keep no reference to them."""
         running = self._running
         assert running is not None
         current = running.current_stream
@@ -297,7 +303,7 @@ class _Arriving:
             self._running.join()
 
     def close(self) -> None:
-        """End the job, wherever it is, and free all memory but that of tensors that were yielded."""
+        """End the job at any time, and free all memory except that of tensors that were yielded."""
         if self._running is not None:
             self._running.cancel()
         self._views.clear()

@@ -43,14 +43,14 @@ _TORCH_NAMES = {
     "I64": "int64",
     "U64": "uint64",
 }
-"""The name in torch of each dtype of safetensors, as that package maps them; torch has no 6-bit types."""
+"""The name in torch of each safetensors dtype, as the safetensors package maps them. torch has no 6-bit types."""
 
 MAX_WORK = 100_000
-"""The most work of one comparison, as numpy counts it; tensors that need more count as sharing memory."""
+"""Upper bound of the work of one comparison, in numpy's units. Tensors that need more count as sharing memory."""
 
 
 def check_mode() -> None:
-    """Refuse to load where torch makes tensors without memory.
+    """Raise PlanError where torch creates tensors without memory.
 
     Raises:
         PlanError: FakeTensorMode is on, in this thread.
@@ -61,13 +61,13 @@ def check_mode() -> None:
 
 
 def dtype_name(dtype: torch.dtype) -> str | None:
-    """The name of torch's dtype in file headers; None if safetensors has none."""
+    """Return the name of a torch dtype in file headers; None if safetensors does not have it."""
     name = str(dtype).removeprefix("torch.")
     return next((known for known, torch_name in _TORCH_NAMES.items() if torch_name == name), None)
 
 
 def torch_dtype(name: str, dtype: str) -> torch.dtype:
-    """torch's dtype for a tensor of that name."""
+    """Return torch's dtype for a safetensors dtype; `name`, of the tensor, is for the error message."""
     import torch
 
     torch_type = getattr(torch, _TORCH_NAMES.get(dtype, ""), None)
@@ -78,7 +78,7 @@ def torch_dtype(name: str, dtype: str) -> torch.dtype:
 
 
 def numpy_dtype(name: str, dtype: str) -> np.dtype[Any]:
-    """numpy's dtype for a tensor of that name: its own, or one that `ml_dtypes` has registered."""
+    """Return numpy's dtype for a safetensors dtype: a built-in one, or one that `ml_dtypes` has registered."""
     try:
         return np.dtype(_TORCH_NAMES.get(dtype, ""))
     except TypeError:
@@ -87,13 +87,13 @@ def numpy_dtype(name: str, dtype: str) -> np.dtype[Any]:
 
 
 def to_numpy(tensor: torch.Tensor, dtype: np.dtype[Any]) -> npt.NDArray[Any]:
-    """The memory of a tensor on the CPU as an array of the same bits and of that dtype; a copy if not contiguous."""
+    """Return a CPU tensor as an array of the same bits and of this dtype; a copy if it is not contiguous."""
     array: npt.NDArray[Any] = bytes_of(tensor.contiguous()).numpy().view(dtype).reshape(tensor.shape)
     return array
 
 
 def torch_shape(name: str, dtype: str, shape: tuple[int, ...]) -> tuple[int, ...]:
-    """The shape in torch's elements; one of these holds two of F4."""
+    """Return the shape in torch's elements: a torch element of F4 holds two numbers."""
     if dtype != "F4":
         return shape
     if not shape or shape[-1] % 2:
@@ -104,7 +104,7 @@ def torch_shape(name: str, dtype: str, shape: tuple[int, ...]) -> tuple[int, ...
 
 
 def bytes_of(tensor: torch.Tensor) -> torch.Tensor:
-    """The memory of a contiguous tensor, as a 1-D uint8 tensor."""
+    """Return the memory of a contiguous tensor as a 1-D uint8 tensor."""
     import torch
 
     whole = torch.empty(0, dtype=torch.uint8, device=tensor.device)
@@ -114,7 +114,7 @@ def bytes_of(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def to_device(tensor: torch.Tensor, device: str | torch.device) -> torch.Tensor:
-    """The tensor, or a copy of it, on a device."""
+    """Return the tensor on a device, as a copy if it is on another one."""
     import torch
 
     try:
@@ -124,14 +124,14 @@ def to_device(tensor: torch.Tensor, device: str | torch.device) -> torch.Tensor:
 
 
 def make_views(base: torch.Tensor, tensors: TensorColumns) -> dict[str, torch.Tensor]:
-    """Views of the arena, dense and row-major."""
+    """Return dense, row-major views of the arena, by tensor name."""
     import torch
 
     check_mode()
     whole = base[: base.numel() // 16 * 16]
     forms: dict[tuple[str, tuple[int, ...]], tuple[torch.Tensor, tuple[int, ...], list[int], int, int]] = {}
     views = {}
-    # as_strided on a typed view costs a third of slicing and viewing.
+    # as_strided on a typed view takes a third of the time of slicing and viewing.
     make = torch.as_strided
     with _uncollected():
         for name, dtype, shape, offset in zip(
@@ -149,7 +149,7 @@ def make_views(base: torch.Tensor, tensors: TensorColumns) -> dict[str, torch.Te
 
 @contextmanager
 def _uncollected() -> Iterator[None]:
-    """Pause the garbage collector, whose repeated scans double the cost of making many objects."""
+    """Pause the garbage collector: its repeated scans double the cost of creating many objects."""
     was_enabled = gc.isenabled()
     gc.disable()
     try:
@@ -168,10 +168,10 @@ def _row_major(shape: tuple[int, ...]) -> list[int]:
 
 @dataclass(frozen=True, slots=True)
 class Strided:
-    """Where the elements of a tensor lie; it has one or more."""
+    """The memory layout of a tensor that has at least one element."""
 
     address: int
-    """Address of the first element. It is not 0."""
+    """Address of the first element, never 0."""
     item_nbytes: int
     strides: tuple[int, ...]
     """Steps along the axes, in elements."""
@@ -185,7 +185,7 @@ class Strided:
 
     @property
     def is_simple(self) -> bool:
-        """Whether each stride is larger than all that the inner axes span, as in every view of a dense tensor.
+        """True if each stride is larger than the span of all inner axes, as in every view of a dense tensor.
 
         Then no byte belongs to two elements.
         """
@@ -198,7 +198,7 @@ class Strided:
 
     @property
     def array(self) -> npt.NDArray[np.void]:
-        """The elements. They must not be used: the memory may be a device's."""
+        """The elements, for comparing addresses only: do not access them, as the memory may be a device's."""
         interface = {
             "version": 3,
             "data": (self.address, True),
@@ -210,9 +210,9 @@ class Strided:
 
 
 def sharing(tensors: Sequence[Strided]) -> Iterator[tuple[int, int]]:
-    """The positions of all pairs that share a byte.
+    """Yield the positions of all pairs of tensors that share a byte.
 
-    Only pairs whose address ranges overlap are compared: as a rule none, or the parts of one fused parameter.
+    Only pairs with overlapping address ranges are compared: usually none, or the parts of one fused parameter.
     """
     order = sorted(range(len(tensors)), key=lambda index: tensors[index].address)
     reaching: list[int] = []
@@ -225,9 +225,9 @@ def sharing(tensors: Sequence[Strided]) -> Iterator[tuple[int, int]]:
 
 
 def share(first: Strided, second: Strided) -> bool:
-    """Whether two tensors have a byte in common; also True where that takes too long to find out."""
+    """Return True if two tensors have a byte in common, or if it would take too long to find out."""
     try:
-        # numpy's stubs know no limit but none and zero.
+        # numpy's stubs allow only None and zero as the limit.
         return np.shares_memory(first.array, second.array, max_work=MAX_WORK)  # type: ignore[arg-type]
     except np.exceptions.TooHardError:
         return True
@@ -236,7 +236,7 @@ def share(first: Strided, second: Strided) -> bool:
 def view_of(tensor: torch.Tensor) -> tuple[object, ...]:
     """Return a key that is equal for two tensors if they are the same view of the same memory.
 
-    Then all bytes that are read from them, or written to them, are the same, whatever dtype and signs the view has.
+    Equal keys mean that both read and write the same bytes, with the same dtype, conjugation and negation.
     Tensors without elements have no address; they are the same only if they share a storage.
     """
     memory = address_of(tensor) or (tensor.untyped_storage()._cdata,)
@@ -244,9 +244,9 @@ def view_of(tensor: torch.Tensor) -> tuple[object, ...]:
 
 
 def why_not_plain(tensor: object) -> str | None:
-    """Say why bytes cannot be read from a tensor's memory or written to it, and what to do; None if they can.
+    """Return why a tensor's memory cannot be read or written directly, and what to do; None if it can.
 
-    Not for DTensors, whose shard is asked about.
+    For a DTensor, pass its local shard.
     """
     import torch
 
@@ -279,22 +279,22 @@ def why_not_plain(tensor: object) -> str | None:
 
 
 def memory_of(tensor: torch.Tensor) -> Strided:
-    """The places in memory of a tensor's elements."""
+    """Return the memory layout of a tensor's elements."""
     return Strided(tensor.data_ptr(), tensor.element_size(), tensor.stride(), tuple(tensor.shape))
 
 
 def address_of(tensor: torch.Tensor | torch.UntypedStorage) -> int:
-    """The address of a tensor's first byte; 0: it has no memory."""
+    """Return the address of a tensor's first byte; 0 if it has no memory."""
     try:
         return tensor.data_ptr()
-    except RuntimeError:  # Several kinds of tensors have no memory, and torch has no other test for them.
+    except RuntimeError:  # Several kinds of tensors have no memory, and torch has no other test for it.
         return 0
 
 
 def bump_versions(tensors: Sequence[torch.Tensor]) -> None:
-    """Tell autograd that tensors were changed in place, so that a backward pass that has saved one fails."""
+    """Notify autograd that tensors were changed in place: a backward pass that has saved one of them then fails."""
     import torch
 
     increment = getattr(torch.autograd.graph, "increment_version", None)
-    if increment is not None:  # Older versions of torch have none.
+    if increment is not None:  # Older versions of torch do not have it.
         increment(tensors)

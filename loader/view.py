@@ -1,7 +1,7 @@
 """`open` and `safe_open`: a rank's slices, or whole tensors, with the interface of `safetensors.safe_open`.
 
-Where the files are on this machine, tensors are mapped pages of them, read when they are first used; engines map draft
-models so, too.
+If the files are on this machine, tensors are mapped pages of the files, which are read when they are first used.
+Engines map draft models in this way, too.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ if TYPE_CHECKING:
     from relayout.checkpoint.trust import Trust
 
 _FLAGS = mmap.MAP_PRIVATE | MAP_FIXED
-"""Replace the arena's own pages. Private: a write to a tensor copies the page."""
+"""Flags of mmap(2): replace the arena's own pages. Private, so that a write to a tensor copies the page."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -61,13 +61,13 @@ class _Reader(Protocol):
     """Reads tensors, by their rows in `Pieces.columns`. Thread-safe."""
 
     def tensor(self, row: int) -> torch.Tensor:
-        """A whole tensor."""
+        """Return a whole tensor."""
 
     def part(self, row: int, index: Any) -> torch.Tensor:
-        """The elements that a valid index selects, in new memory."""
+        """Return the elements that a valid index selects, in new memory."""
 
     def all(self) -> list[torch.Tensor]:
-        """All tensors, whole, in the order of their rows."""
+        """Return all tensors, whole, in the order of their rows."""
 
 
 class TensorSlice:
@@ -93,15 +93,15 @@ class TensorSlice:
         return f"<TensorSlice {self._name!r}: {self._dtype} {list(self._shape)}>"
 
     def get_shape(self) -> list[int]:
-        """The shape in elements: of the rank's slice, or of the whole tensor."""
+        """Return the shape in elements: of the rank's slice, or of the whole tensor."""
         return list(self._shape)
 
     def get_dtype(self) -> str:
-        """The dtype, as safetensors writes it."""
+        """Return the dtype, as safetensors writes it."""
         return self._dtype
 
     def __getitem__(self, index: Any) -> torch.Tensor:
-        """The elements that torch's basic indexing selects, in new memory; for framework "np" too.
+        """Return the elements that torch's basic indexing selects, in new memory; for framework "np" too.
 
         With integers, slices and `...`, only the elements selected along dim 0 and along the dim of the cut are read.
 
@@ -125,7 +125,7 @@ class TensorSlice:
 class CheckpointView(Closable):
     """Tensors of a checkpoint under the names of its source: one rank's slices, or whole tensors.
 
-    Thread-safe, and usable in a forked child. A thread that reads while another one closes it gets the tensor or a
+    Thread-safe, and usable in a forked child. A read while another thread closes the view returns the tensor or raises
     PlanError.
 
     Example:
@@ -157,7 +157,7 @@ class CheckpointView(Closable):
         return f"<CheckpointView {self.path!r}: {what}, {len(self._pieces.columns.names):,} tensors{state}>"
 
     def keys(self) -> list[str]:
-        """The names of the tensors, in file order.
+        """Return the names of the tensors, in file order.
 
         Raises:
             PlanError: the checkpoint was closed, as for all methods.
@@ -166,11 +166,11 @@ class CheckpointView(Closable):
         return list(self._pieces.columns.names)
 
     def offset_keys(self) -> list[str]:
-        """The names, in file order, as `keys` returns them."""
+        """Return the names, in file order, like `keys`."""
         return self.keys()
 
     def metadata(self) -> dict[str, str] | None:
-        """The `__metadata__` of the rank's first file, or the entries that all source files share; None if empty.
+        """Return the `__metadata__` of the rank's first file, or the entries shared by all source files; None if empty.
 
         Raises:
             FormatError: a header is damaged.
@@ -183,14 +183,16 @@ class CheckpointView(Closable):
         return self.get_tensor(name)
 
     def __iter__(self) -> Iterator[str]:
-        """Iterate over the names, as a dict does; `in` asks for one."""
+        """Iterate over the names, as a dict does; `in` tests for one."""
         return iter(self.keys())
 
     def get_tensor(self, name: str) -> torch.Tensor:
-        """A tensor. On the CPU, a slice that is stored as it is wanted is a private mapping of its file; else a copy.
+        """Return a tensor: a private mapping of its file, or a copy.
+
+        It is a mapping on the CPU, if the slice is stored in the requested form.
 
         Raises:
-            PlanError: there is no such tensor, or torch's FakeTensorMode is on.
+            PlanError: the tensor does not exist, or torch's FakeTensorMode is on.
             FormatError, OSError: as `load`.
         """
         check_mode()
@@ -199,40 +201,40 @@ class CheckpointView(Closable):
             return reader.tensor(row)
 
     def get_tensors(self) -> dict[str, torch.Tensor]:
-        """All tensors by name, in file order; for errors see `get_tensor`."""
+        """Return all tensors by name, in file order; for errors see `get_tensor`."""
         check_mode()
         reader, _ = self._opened()
         with error_hints():
             return dict(zip(self._pieces.columns.names, reader.all(), strict=True))
 
     def get_slice(self, name: str) -> TensorSlice:
-        """A tensor that can be read in part.
+        """Return a tensor that can be read in part.
 
         Raises:
-            PlanError: there is no such tensor.
+            PlanError: the tensor does not exist.
         """
         reader, row = self._find(name)
         return TensorSlice(reader, self._pieces, row)
 
     def place(self, name: str) -> Place:
-        """The part of the whole tensor that the rank holds.
+        """Return the part of the whole tensor that the rank holds.
 
         Raises:
-            PlanError: there is no such tensor.
+            PlanError: the tensor does not exist.
         """
         columns = self._pieces.columns
         _, row = self._find(name)
         return Place(tuple(columns.source_shapes[row]), columns.parts[row])
 
     def _opened(self) -> tuple[_Reader, Mapping[str, int]]:
-        """The reader, and the row of each name. PlanError: they were released."""
-        state = self._open  # Another thread may close this meanwhile.
+        """Return the reader, and the row of each name; raise PlanError if they were released."""
+        state = self._open  # Another thread may close the view meanwhile.
         if state is None:
             raise PlanError("is closed", path=self.path)
         return state
 
     def _find(self, name: str) -> tuple[_Reader, int]:
-        """The reader, and the tensor's row."""
+        """Return the reader, and the tensor's row."""
         reader, rows = self._opened()
         if not isinstance(name, str):
             raise PlanError(f"name: {shown(name)}, expected the name of a tensor", path=self.path, code="option")
@@ -242,12 +244,12 @@ class CheckpointView(Closable):
         return reader, rows[name]
 
     def close(self) -> None:
-        """Release the tensors. Tensors and slices that were returned before stay usable."""
+        """Release the tensors. Tensors and slices that were returned before remain usable."""
         self._open = None
 
 
 class _Mapped:
-    """Tensors that are mapped pages of the files, read when they are first used."""
+    """Reader of tensors that are mapped pages of the files, which are read when they are first used."""
 
     def __init__(self, tensors: Mapping[str, torch.Tensor], names: Sequence[str], device: str | torch.device) -> None:
         self._tensors = [tensors[name] for name in names]
@@ -264,7 +266,7 @@ class _Mapped:
 
 
 class _OnDemand:
-    """Tensors that are read on demand."""
+    """Reader that reads each tensor on demand."""
 
     def __init__(self, pieces: Pieces, options: Options) -> None:
         self._pieces = pieces
@@ -299,7 +301,7 @@ class _OnDemand:
 
 
 class _AsNumpy:
-    """Tensors of another reader as numpy arrays, which share their memory."""
+    """Reader that returns the tensors of another reader as numpy arrays, which share their memory."""
 
     def __init__(self, reader: _Reader, pieces: Pieces) -> None:
         self._reader = reader
@@ -313,7 +315,7 @@ class _AsNumpy:
 
     def all(self) -> list[Any]:
         rows = range(len(self._columns.names))
-        dtypes = [self._dtype(row) for row in rows]  # Before anything is read.
+        dtypes = [self._dtype(row) for row in rows]  # Before any tensor is read.
         return list(map(to_numpy, self._reader.all(), dtypes))
 
     def _array(self, row: int, read: Callable[[int], torch.Tensor]) -> Any:
@@ -329,7 +331,7 @@ Selection: TypeAlias = list[int | slice]
 
 
 def selection(index: Any, shape: tuple[int, ...]) -> Selection | None:
-    """An index of integers, slices and `...`, expanded to one entry for each axis; None for any other index."""
+    """Expand an index of integers, slices and `...` to one entry for each axis; return None for any other index."""
     entries = list(index) if isinstance(index, tuple) else [index]
     if not any(entry is Ellipsis for entry in entries):
         entries.append(Ellipsis)
@@ -339,7 +341,7 @@ def selection(index: Any, shape: tuple[int, ...]) -> Selection | None:
 
 
 def bounds(part: int | slice, size: int) -> Range:
-    """(start, length) of the elements along an axis from the first to the last that is selected."""
+    """Return (start, length) of the elements along an axis from the first to the last selected one."""
     if isinstance(part, int):
         return part % size, 1
     selected = range(size)[part]
@@ -347,12 +349,15 @@ def bounds(part: int | slice, size: int) -> Range:
 
 
 def within(part: int | slice, length: int) -> int | slice:
-    """Express a selection relative to its bounds, which have `length` elements between them."""
+    """Return a selection relative to its bounds, which have `length` elements between them."""
     return 0 if isinstance(part, int) else slice(0, length, part.step)
 
 
 def _narrowed(part: Slice, axis: int, size: int, start: int, length: int) -> Slice:
-    """The part of a slice of an axis of `size` that has `length` of its elements, from its element `start` on."""
+    """Return a part of a slice: `length` of the elements that it has along an axis, from its element `start` on.
+
+    The axis of the whole tensor has `size` elements.
+    """
     cut = dict(part.by_axis or ())
     whole = cut.get(axis, ((0, size),))
     if length == sum(count for _, count in whole):
@@ -402,7 +407,7 @@ def open(  # noqa: A001 (`relayout.open`)
         torch.Size([128])
     """
     with error_hints():
-        names = list(names) if isinstance(names, Iterator) else names  # They are asked for twice.
+        names = list(names) if isinstance(names, Iterator) else names  # They are used twice.
         asked = Asked(path=path, rank=rank, device=device, verify=verify, tp=tp, cache=cache, trust=trust)
         options, source = asked.options(), asked.source()
         pieces = source.pieces(names)
@@ -432,10 +437,10 @@ def safe_open(
     deltas: Paths = (),
     trust: Trust = None,
 ) -> CheckpointView:
-    """Open a checkpoint as one file: whole tensors, of a converted one assembled from the ranks' files.
+    """Open a checkpoint as one file of whole tensors; a converted one is assembled from the ranks' files.
 
-    It can be used in place of `safetensors.safe_open`, for all shards at once. Of a converted checkpoint only the
-    manifest and the source record are read now, of a plain one the headers. Threads may share the result.
+    It can replace `safetensors.safe_open`, for all shards at once. Only the manifest and the source record of a
+    converted checkpoint are read now, or the headers of a plain one. Threads may share the result.
 
     Args:
         path, deltas, trust: as for `load`.
@@ -449,7 +454,7 @@ def safe_open(
 
     Raises:
         FormatError: the manifest or the source record, or a header, is damaged.
-        PlanError: `path` does not exist (then also a FileNotFoundError), or another argument has no such value.
+        PlanError: `path` does not exist (then also a FileNotFoundError), or the value of another argument is invalid.
 
     Example:
         >>> import relayout
@@ -473,22 +478,22 @@ def safe_open(
 
 _TORCH = ("pt", "torch", "pytorch")
 _NUMPY = ("np", "numpy")
-"""Names of frameworks, as safetensors has them."""
+"""Names of frameworks, as in safetensors."""
 
 
 def can_map(files: Iterable[StoredFile]) -> bool:
-    """Whether files can be mapped: not those of most stores, nor those whose bytes are proven as they are read."""
+    """Return True if files can be mapped: they are in a store with descriptors, and are not verified while reading."""
     return all(file.path is not None and not file.is_proven for file in files)
 
 
 def map_tensors(plan: ArenaPlan) -> dict[str, torch.Tensor]:
     """Map whole pages of the files over a new arena, where offset and address are congruent, and copy the rest.
 
-    A tensor costs nothing until it is used. As with every mapping, using a page that the drive cannot read, or that was
-    truncated, kills the process (SIGBUS).
+    A tensor takes no time or memory until it is used. Using a page that the drive cannot read, or that was
+    truncated, kills the process (SIGBUS), as with every mapping.
 
     Args:
-        plan: its files can be mapped.
+        plan: the files of the plan can be mapped.
     """
     with error_hints():
         tensors = plan.tensors()
@@ -506,7 +511,7 @@ def map_tensors(plan: ArenaPlan) -> dict[str, torch.Tensor]:
 
 
 def _map(arena: HostArena, opened: ReadableFiles, read: Read) -> Iterator[Read]:
-    """Map what can be mapped of a read, and yield what has to be copied."""
+    """Map the whole pages of a read, and yield the parts that have to be copied."""
     transfer = read.transfer
     shift = transfer.target - transfer.source
     low, high = align_up(transfer.source, mmap.PAGESIZE), align_down(transfer.source_end, mmap.PAGESIZE)

@@ -1,4 +1,4 @@
-"""Backends read files into memory: what each does, which one a load takes, and a load of tensors into a new arena."""
+"""Backends, which read files into memory: the interface, the choice of a backend, and loads into a new arena."""
 
 from __future__ import annotations
 
@@ -27,20 +27,20 @@ SpanOut = TypeVar("SpanOut", covariant=True)
 
 
 class Memory(Protocol[SpanOut]):
-    """Memory to fill: an address space of its own, which starts at 0."""
+    """Memory to fill: a separate address space that starts at 0."""
 
     def span(self, offset: int, nbytes: int) -> SpanOut:
-        """Writable memory at these offsets, which must be inside one piece.
+        """Return writable memory at these offsets, which must be inside one piece.
 
         Its address is congruent with `offset`, modulo `BLOCK`.
         """
 
 
 class Allocation(Memory[SpanOut], Protocol[SpanOut]):
-    """One allocation, freed when nothing refers to it."""
+    """One allocation, freed when the last reference to it is gone."""
 
     def tensor(self) -> torch.Tensor:
-        """All of it as a 1-D uint8 tensor, which keeps it alive. An empty arena may give a tensor of one byte."""
+        """Return the allocation as a 1-D uint8 tensor, which keeps it alive. An empty arena may give one byte."""
 
     def discard(self) -> None:
         """Free the memory now, even if something, such as a traceback, refers to it. It must not be used afterwards."""
@@ -61,7 +61,9 @@ class Pool(Generic[Span]):
         self._allocate = allocate
 
     def take(self, nbytes: int) -> tuple[Allocation[Span], torch.Tensor]:
-        """An uninitialized arena of at least `nbytes`, and its tensor. It returns when the last view of that is gone.
+        """Return an uninitialized arena of at least `nbytes`, and its tensor.
+
+        The arena returns to the pool when the last view of the tensor is gone.
 
         Raises:
             MemoryError: there is not enough memory.
@@ -70,12 +72,12 @@ class Pool(Generic[Span]):
         return arena, arena.tensor()
 
     def close(self) -> None:
-        """Free idle arenas now, and others when they return."""
+        """Free idle arenas now, and arenas in use when they return."""
 
 
 @dataclass(frozen=True, slots=True)
 class ReadJob:
-    """What to read, and how."""
+    """The files and ranges to read, with their budget and callbacks."""
 
     files: tuple[StoredFile, ...]
     reads: tuple[Read, ...]
@@ -84,87 +86,87 @@ class ReadJob:
     on_arrival: Callable[[int, int], None] = lambda offset, nbytes: None
     """Called by any thread, with (offset, nbytes) of memory that has been filled."""
     stop: Stop = field(default_factory=Stop)
-    """A request to stop ends the job; the job requests it when it fails."""
+    """Ends the job when a stop is requested. A job that fails requests it, too."""
 
 
 class RunningJob(Protocol):
     """A job that has been started."""
 
     def join(self, on_progress: Callable[[int], None] | None = None) -> None:
-        """Wait until all memory is filled; the job's threads have ended and its files are closed on return.
+        """Wait until all memory is filled; on return, the job's threads have ended and its files are closed.
 
-        Calls `on_progress` now and then with the bytes that have arrived. On a device, work that is queued on the
-        caller's current stream from now on sees the bytes.
+        Calls `on_progress` now and then with the number of bytes that have arrived. On a device, work queued on the
+        caller's current stream after the call sees the bytes.
 
         Raises:
-            FormatError: a file is shorter than expected, or the digest of a chunk of a proven file differs.
+            FormatError: a file is shorter than expected, or the digest of a chunk of a verified file differs.
             OSError: a read failed.
             Stopped: the job was cancelled, as this process is shutting down, or was forked during the job.
         """
 
     @property
     def current_stream(self) -> object:
-        """The caller's current stream on the device; None for host memory, which needs no `settle`."""
+        """The caller's current stream on the device; None for host memory, which does not need `settle`."""
 
     def settle(self) -> None:
         """Make the caller's current stream wait for all bytes that have arrived."""
 
     def cancel(self) -> None:
-        """Stop; the job's threads have ended and its files are closed on return."""
+        """Stop; on return, the job's threads have ended and its files are closed."""
 
 
 class Backend(ABC, Generic[Span]):
-    """One way to fill memory."""
+    """A method of filling memory from files."""
 
     name: str
-    """The name that messages have; "auto" decides for each request."""
+    """The name used in messages. "auto" decides for each request."""
     device: str | torch.device = "cpu"
     """The device of its memory, as `resolve_device` returns it."""
     reason: str = ""
-    """Why a load takes it, for a person."""
+    """Why a load uses this backend, for a person."""
     gds: str | None = None
-    """The way that GPUDirect Storage really takes, "GDS" or "P2PDMA"; None without it."""
+    """The path that GPUDirect Storage takes: "GDS" or "P2PDMA". None: it is not used."""
     access: Access = Access.BUFFERED
-    """How it opens files."""
+    """The mode in which it opens files."""
     max_buffer_nbytes = HOST_BUFFERS
-    """Most bytes of buffers by default."""
+    """Default limit of all buffers, in bytes."""
     is_zero_copy = True
-    """Whether a request that has an arena offset is read there without a buffer."""
+    """True if a request that has an arena offset is read into the arena without a buffer."""
     is_experimental = False
-    """Whether it has been tested with stand-ins only, never on the hardware that it is for."""
+    """True if it was only tested with stubs, never on its hardware."""
 
     def requests(
         self, reads: Sequence[Read], alignment: int, budget: Budget, grids: Sequence[Grid | None] = ()
     ) -> list[Request]:
-        """The requests that it makes for these reads, of files that must be read at multiples of `alignment`.
+        """Return the requests for these reads, of files that must be read at multiples of `alignment`.
 
-        These are for threads that have one bounce buffer each. `grids` are as for `plan_requests`.
+        They are for threads that have one bounce buffer each. `grids` are as for `plan_requests`.
         """
         return plan_requests(reads, alignment, budget.cost, budget.buffer_nbytes, grids)
 
     @abstractmethod
     def allocate(self, nbytes: int) -> Allocation[Span]:
-        """New memory of `nbytes` that it can fill.
+        """Return new memory of `nbytes` that this backend can fill.
 
         Raises:
             MemoryError: there is not enough memory.
         """
 
     def pool(self, nbytes: int) -> Pool[Span]:
-        """A pool of arenas. Most of them will have `nbytes`."""
+        """Return a pool of arenas. Most of them will have `nbytes`."""
         return Pool(self.allocate)
 
     @abstractmethod
     def wrap(self, tensors: Sequence[torch.Tensor]) -> TensorMemory[Span]:
-        """The memory of tensors (1-D, uint8, on `device`), to be filled. The caller keeps them alive."""
+        """Return the memory of tensors (1-D, uint8, on `device`), to be filled. The caller keeps them alive."""
 
     @abstractmethod
     def start(self, memory: Memory[Span], job: ReadJob) -> RunningJob:
-        """Begin to fill memory from `allocate`, `pool` or `wrap`, or a combination of such, and return at once.
+        """Begin to fill memory from `allocate`, `pool` or `wrap`, or a combination of these, and return at once.
 
         Raises:
             FormatError: a file is missing or has another length than expected.
-            OSError: a file cannot be opened as this backend needs it.
+            OSError: a file cannot be opened in the mode that this backend needs.
         """
 
     def fill(self, memory: Memory[Span], job: ReadJob, on_progress: Callable[[int], None] | None = None) -> None:
@@ -178,9 +180,10 @@ class Backend(ABC, Generic[Span]):
 
 
 Probe: TypeAlias = "Callable[[str | torch.device, Sequence[StoredFile], bool], Backend[Any] | str]"
-"""Returns the backend for the device of the tensors and the files to read, or why it cannot be used, with its name.
+"""Function that returns the backend for the device of the tensors and the files to read, or why it cannot be used.
 
-The last argument is True if the caller named the backend, which may then change settings of the whole process.
+The reason begins with the backend's name. The last argument is True if the caller named the backend. The backend may
+then change settings of the whole process.
 """
 
 REGISTRY: dict[str, tuple[str | None, Probe | str]] = {
@@ -190,20 +193,20 @@ REGISTRY: dict[str, tuple[str | None, Probe | str]] = {
     "pinned": ("cuda", "relayout.loader.backends.cuda:offer_pinned"),
     "gds": ("cuda", "relayout.loader.backends.cuda:offer_gds"),
 }
-"""For each backend the kind of device that it loads to (None: any) and its probe, or MODULE:FUNCTION to import it."""
+"""For each backend, the kind of device that it loads to (None: any), and its probe or the MODULE:FUNCTION to import."""
 
 _AUTO = {"cuda": ("gds", "pinned")}
-"""Backends that "auto" tries for a kind of device, the best first; for other kinds, its own."""
+"""Backends that "auto" tries for a kind of device, the best first. Other kinds use the "auto" entry of `REGISTRY`."""
 
 
 def check_name(name: str) -> None:
-    """Raise PlanError unless there is a backend of that name."""
+    """Raise PlanError unless a backend of this name exists."""
     if not isinstance(name, str) or name not in REGISTRY:
         raise PlanError(f"backend {name!r}, expected one of {', '.join(REGISTRY)}", code="option")
 
 
 def kind_of(device: str | torch.device) -> str:
-    """The kind of a device: "cpu", "cuda" or another of torch's."""
+    """Return the kind of a device: "cpu", "cuda" or another of torch's."""
     return str(device).partition(":")[0]
 
 
@@ -216,7 +219,7 @@ def refuse_without_descriptors(backend: str, files: Sequence[StoredFile]) -> str
 
 
 def resolve_device(device: str | torch.device) -> str | torch.device:
-    """The device with its index: "cuda" is the current CUDA device; the CPU is always "cpu".
+    """Return the device with its index: "cuda" is the current CUDA device; the CPU is always "cpu".
 
     Raises:
         PlanError: torch cannot use the device; or as `tensors.check_mode`.
@@ -237,10 +240,10 @@ def resolve_device(device: str | torch.device) -> str | torch.device:
 
 @dataclass(frozen=True, slots=True)
 class Options:
-    """How to load: what a caller asked for, checked."""
+    """The checked options of a load."""
 
     device: str | torch.device = "cpu"
-    """A device that `resolve_device` returned."""
+    """The device, as `resolve_device` returned it."""
     backend: str = "auto"
     verify: bool = False
     threads: int | None = None
@@ -257,7 +260,7 @@ class Options:
         """Return the backend for these files; for "auto", the best one. Its `reason` explains the choice.
 
         Raises:
-            PlanError: there is no backend of that name, or it cannot be used here.
+            PlanError: the named backend does not exist, or cannot be used here.
         """
         check_name(self.backend)
         files, is_by_name, refusals = self.proving(files), self.backend != "auto", list[str]()
@@ -283,7 +286,7 @@ class Options:
         return backend, plan_budget(self.threads, self.memory, backend.max_buffer_nbytes, cost_of(files))
 
     def proving(self, files: Sequence[StoredFile]) -> tuple[StoredFile, ...]:
-        """The files as they are read: with `verify`, their bytes are proven."""
+        """Return the files to read: with `verify`, files that verify their bytes."""
         return tuple(file.proven() for file in files) if self.verify else tuple(files)
 
 

@@ -36,29 +36,29 @@ if TYPE_CHECKING:
 _LOGGER = logging.getLogger("relayout")
 
 BUFFERS_PER_LANE = 2
-"""One is read into while the other is copied from."""
+"""Number of buffers per lane: one receives a read while the other is copied to the device."""
 
 
 class CudaLane:
     """One thread's two pinned buffers and CUDA stream."""
 
     def __init__(self, device: torch.device, nbytes: int) -> None:
-        """Allocate two buffers of `nbytes`, of `_buffer_nbytes`."""
+        """Allocate two buffers of `nbytes`, a size that `_buffer_nbytes` returned."""
         import torch
 
-        torch.cuda.set_device(device)  # For this thread, which belongs to the loader.
+        torch.cuda.set_device(device)  # Only for this thread, which belongs to the loader.
         self._stream = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
         try:
             slabs = [torch.empty(nbytes + BLOCK, dtype=torch.uint8, pin_memory=True) for _ in range(BUFFERS_PER_LANE)]
         except RuntimeError as error:
             raise MemoryError(f"cannot pin {nbytes} bytes of host memory: {str(error).splitlines()[0]}") from None
-        # cudaHostAlloc does not align what is small (512 KiB, seen on an H200 with driver 580).
+        # cudaHostAlloc does not align small allocations (512 KiB, seen on an H200 with driver 580).
         self._buffers = [_aligned(slab, nbytes) for slab in slabs]
         self._copied: list[torch.cuda.Event | None] = [None] * BUFFERS_PER_LANE
         self._current = 0
 
     def buffer(self) -> torch.Tensor:
-        """The next pinned buffer: 1-D, uint8, at a multiple of `BLOCK`. Waits until its last copy is done."""
+        """Return the next pinned buffer (1-D, uint8, aligned to `BLOCK`), after its last copy is done."""
         self._current = (self._current + 1) % BUFFERS_PER_LANE
         copied = self._copied[self._current]
         if copied is not None:
@@ -66,7 +66,7 @@ class CudaLane:
         return self._buffers[self._current]
 
     def send(self, source: torch.Tensor, target: torch.Tensor) -> None:
-        """Begin to copy from the last `buffer` to the device."""
+        """Begin to copy to the device from the buffer that `buffer` last returned."""
         import torch
 
         with torch.cuda.stream(self._stream):
@@ -76,23 +76,23 @@ class CudaLane:
         self._copied[self._current] = event
 
     def settle(self) -> None:
-        """Make the caller's current stream wait for all that was sent."""
+        """Make the caller's current stream wait for everything that was sent."""
         import torch
 
         torch.cuda.current_stream(self._stream.device).wait_stream(self._stream)
 
     def drain(self) -> None:
-        """Wait until all that was sent has arrived."""
+        """Wait until everything that was sent has arrived."""
         self._stream.synchronize()
 
     def close(self) -> None:
-        """Free the buffers now, even if something refers to them; after `drain`."""
+        """Free the buffers now, even if something refers to them. Call `drain` first."""
         for slab in self._buffers:
             slab.untyped_storage().resize_(0)
 
 
 class DeviceBackend(Backend["torch.Tensor"]):
-    """Fills the memory of a device, by cuFile if there is one, and else through lanes."""
+    """Backend that fills the memory of a device: by cuFile if available, else through lanes."""
 
     access = Access.AUTO
     max_buffer_nbytes = MAX_BUFFERS
@@ -100,7 +100,7 @@ class DeviceBackend(Backend["torch.Tensor"]):
     def __init__(
         self, device: str | torch.device, make_lane: Callable[[int], CudaLane], cufile: CuFile | None = None
     ) -> None:
-        """`make_lane` makes a lane with two buffers of the given number of bytes."""
+        """Set up a backend; `make_lane` returns a lane with two buffers of the given number of bytes."""
         self.device = device
         self.make_lane = make_lane
         self.cufile = cufile
@@ -145,7 +145,7 @@ class DeviceJob(ThreadedJob[CudaLane, Request]):
         self._lanes: list[CudaLane] = []
         self._buffer_nbytes = _buffer_nbytes(job.budget)
         self._resources = ExitStack()
-        """Releases all of it, even if one step fails: pinned buffers, then what cuFile has registered."""
+        """Releases pinned buffers, then what cuFile has registered, even if one step fails."""
         requests = backend.requests(job.reads, opened.alignment, job.budget, opened.grids)
         try:
             if backend.cufile is not None:
@@ -203,7 +203,7 @@ class DeviceJob(ThreadedJob[CudaLane, Request]):
         return lane
 
     def _drain(self) -> None:
-        # Memory must not be freed while it is being copied to. A failed copy has raised its error elsewhere.
+        # Memory must not be freed while a copy to it is running. A failed copy has raised its error elsewhere.
         for lane in self._lanes:
             with suppress(RuntimeError):
                 lane.drain()
@@ -215,7 +215,7 @@ class DeviceJob(ThreadedJob[CudaLane, Request]):
     def _work(self, lane: CudaLane, request: Request) -> int:
         import torch
 
-        with torch.inference_mode():  # In which tensors that were made in it may be written to, too.
+        with torch.inference_mode():  # It allows writes to tensors that were created in inference mode, too.
             return self._read(lane, request)
 
     def _read(self, lane: CudaLane, request: Request) -> int:
@@ -233,7 +233,7 @@ class DeviceJob(ThreadedJob[CudaLane, Request]):
         return request.nbytes
 
     def _send(self, lane: CudaLane, file: int, offset: int, nbytes: int, transfers: Sequence[Transfer]) -> None:
-        """Read into a pinned buffer, and copy from there to the device."""
+        """Read into a pinned buffer, and copy from it to the device."""
         buffer = lane.buffer()
         view = _view(buffer)[:nbytes]
         self.opened.read(file, offset, view)
@@ -265,11 +265,11 @@ class DeviceJob(ThreadedJob[CudaLane, Request]):
 
 
 def pin(owner: object, memory: Iterable[tuple[int, int]], device: torch.device) -> bool:
-    """Pin host memory for a device, given as addresses and bytes, until `owner` is gone; whether all of it is.
+    """Pin host memory, given as addresses and bytes, until `owner` is gone; return True if all of it was pinned.
 
-    Copies from pageable memory go through the driver's buffers: 7 GB/s on an H100, 42 from pinned memory. `owner` keeps
-    the memory, and nothing frees it earlier. torch's own pinned memory takes up to twice the bytes. A thread of its own
-    does it: an error stays the thread's last one, which the next kernel that it starts would raise.
+    Copies from pageable memory go through the driver's buffers: 7 GB/s on an H100, 42 GB/s from pinned memory. `owner`
+    keeps the memory, and nothing frees it earlier. torch's own pinned memory takes up to twice the bytes. A separate
+    thread does it, because a CUDA error remains the thread's last error and would be raised by its next kernel launch.
     """
     with ThreadPoolExecutor(1) as pool:
         return pool.submit(_pin, owner, memory, device).result()
@@ -279,12 +279,12 @@ def _pin(owner: object, memory: Iterable[tuple[int, int]], device: torch.device)
     import torch
 
     runtime = torch.cuda.cudart()  # type: ignore[no-untyped-call]
-    with torch.cuda.device(device):  # Else a new thread makes a context on the first device.
+    with torch.cuda.device(device):  # Without this, a new thread creates a context on the first device.
         for address, nbytes in memory:
             if nbytes:
                 if int(runtime.cudaHostRegister(address, nbytes, 0)):
                     return False
-                # Not at exit, when CUDA may be gone: what is left then goes with the process.
+                # Not at exit, when CUDA may be gone: memory that is still pinned is released with the process.
                 finalize(owner, _unpin, address, device).atexit = False
     return True
 
@@ -297,18 +297,21 @@ def _unpin(address: int, device: torch.device) -> None:
 
 
 def _view(tensor: torch.Tensor) -> memoryview:
-    """Its memory. Not by `Tensor.numpy`: after that, torch does not free it before nothing refers to it."""
+    """Return a tensor's memory. `Tensor.numpy` would keep torch from freeing it while referenced."""
     return memoryview((ctypes.c_ubyte * tensor.numel()).from_address(tensor.data_ptr())).cast("B")
 
 
 def _aligned(slab: torch.Tensor, nbytes: int) -> torch.Tensor:
-    """The part of a slab of `BLOCK` more bytes that begins at a multiple of `BLOCK`."""
+    """Return the part of a slab that begins at a multiple of `BLOCK`; the slab has at least `nbytes + BLOCK` bytes."""
     start = -slab.data_ptr() % BLOCK
     return slab[start : start + nbytes]
 
 
 def _buffer_nbytes(budget: Budget) -> int:
-    """Bytes of one pinned buffer: a power of two, to which torch rounds pinned memory, less a block to align it."""
+    """Return the bytes of one pinned buffer: a power of two less one `BLOCK`.
+
+    torch rounds pinned memory up to a power of two; the block is for alignment.
+    """
     return (1 << (budget.buffer_nbytes // BUFFERS_PER_LANE).bit_length() - 1) - BLOCK
 
 
@@ -330,7 +333,7 @@ class DeviceArena:
 
 
 def allocate_on(device: str | torch.device, nbytes: int) -> DeviceArena:
-    """Memory of a device that no queued work uses."""
+    """Allocate memory of a device that no queued work uses."""
     import torch
 
     try:
@@ -345,7 +348,8 @@ def allocate_on(device: str | torch.device, nbytes: int) -> DeviceArena:
 def _wait_for(device: torch.device) -> None:
     """Wait for work on the current stream that may still use memory that is to be filled.
 
-    That memory is recycled by the allocator, or belongs to existing tensors. Our streams and cuFile do not wait for it.
+    The allocator may have recycled that memory, or it belongs to existing tensors. The lanes' streams and cuFile do not
+    wait for such work.
     """
     import torch
 
@@ -353,7 +357,7 @@ def _wait_for(device: torch.device) -> None:
 
 
 class ScatteredOnDevice:
-    """Existing tensors of a device."""
+    """The memory of existing tensors on a device."""
 
     def __init__(self, pieces: Sequence[torch.Tensor]) -> None:
         """Take 1-D uint8 tensors; `arena.scatter` assigns their offsets."""
@@ -369,19 +373,19 @@ class ScatteredOnDevice:
 
 
 def offer_pinned(device: str | torch.device, files: Sequence[StoredFile], is_by_name: bool) -> DeviceBackend:
-    """Return `pinned`."""
+    """Return the `pinned` backend."""
     backend = DeviceBackend(device, _lanes_of(device))
     backend.reason = "read into pinned memory, copied from there"
     return backend
 
 
 def offer_gds(device: str | torch.device, files: Sequence[StoredFile], is_by_name: bool) -> DeviceBackend | str:
-    """Return `gds`, where GPUDirect Storage works. Opening cuFile refuses compat mode to the whole process."""
+    """Return the `gds` backend if GPUDirect Storage works. Opening cuFile disables compat mode for the process."""
     if refused := refuse_without_descriptors("gds", files):
         return refused
     if any(file.is_proven for file in files):
         return "backend 'gds' does not show its bytes to the host, which proves them: use 'pinned' to verify"
-    # Imported here: loads to host memory need no cuFile.
+    # Imported here because loads to host memory do not need cuFile.
     from relayout.loader.backends import cufile
 
     why = "neither nvidia-fs nor PCI P2PDMA is set up"
@@ -400,7 +404,7 @@ def offer_gds(device: str | torch.device, files: Sequence[StoredFile], is_by_nam
 
 
 def is_integrated(device: str | torch.device | int) -> bool:
-    """Whether a CUDA device has no memory of its own, but a part of the host's."""
+    """Return True if a CUDA device shares the host's memory instead of having its own."""
     import torch
 
     return bool(getattr(torch.cuda.get_device_properties(device), "is_integrated", False))
@@ -410,5 +414,5 @@ def _lanes_of(device: str | torch.device) -> Callable[[int], CudaLane]:
     import torch
 
     target = torch.device(device)
-    assert target.index is not None  # A thread's default device may be another.
+    assert target.index is not None  # A thread's default device may differ.
     return lambda nbytes: CudaLane(target, nbytes)

@@ -1,13 +1,13 @@
-"""cuFile, NVIDIA's GPUDirect Storage: reads from a drive straight into GPU memory, and proof that they are.
+"""cuFile, NVIDIA's GPUDirect Storage: reads from a drive straight into GPU memory, with evidence that they are direct.
 
-Where it does not support a drive, file system or GPU, cuFile reads through host memory ("compat mode") without saying
-so. relayout never reports that as GPUDirect Storage. How it knows:
+Where it does not support a drive, file system or GPU, cuFile silently reads through host memory ("compat mode").
+relayout never reports compat mode as GPUDirect Storage. It detects compat mode in this way:
 
 - A driver that was opened with compat mode refused does not register a file that it could only read through host
-  memory. The setting overrides environment and cufile.json, holds for the whole process, and must be made before the
-  driver opens (cufile.h of 1.20; not available before 1.14). A driver that fails to open forgets it, and the next call
-  of any kind opens the driver again, in compat mode (seen with 1.15 and 1.20). So the settings are read back after each
-  registration, which also detects a driver that other code opened in compat mode.
+  memory. The setting overrides environment and cufile.json, applies to the whole process, and must be made before the
+  driver opens (cufile.h of 1.20; not available before 1.14). A driver that fails to open loses the setting, and the
+  next call of any kind opens the driver again, in compat mode (seen with 1.15 and 1.20). So the settings are read back
+  after each registration, which also detects a driver that other code opened in compat mode.
 - nvidia-fs is loaded if `NVIDIA_FS` has a `devcount`; cuFile looks there too. Without it, only PCI P2PDMA is left
   (cuFile logs "nvidia_fs not loaded, operating on P2P mode"); with it, a file may be read either way.
 
@@ -42,17 +42,20 @@ CONFIG = Path("/etc/cufile.json")
 
 _ALLOW_COMPAT = 1
 _THROUGH_HOST = {_ALLOW_COMPAT: "allow_compat_mode", 2: "force_compat_mode", 12: "posix_io_mode", 13: "gds_fallback_io"}
-"""Settings that let reads go through host memory: `CUFileBoolConfigParameter_t` in cufile.h, and their usual names."""
+"""Settings that allow reads through host memory: `CUFileBoolConfigParameter_t` in cufile.h, and their usual names."""
 
 _MARKS = (0xFF, 0x00)
-"""Values of the byte that a read must overwrite. Few weights end in the first one, a NaN's byte in 16-bit floats."""
+"""Values to which the last byte of the target is set before a read, which must overwrite it.
+
+Few weights end in the first value: in 16-bit floats it is a byte of a NaN.
+"""
 
 _ALREADY_OPEN = "(5026)"  # CU_FILE_DRIVER_ALREADY_OPEN, in the text of an error.
 
 _opening = threading.Lock()
-"""Held from making settings until the driver is open."""
+"""Lock to hold from making settings until the driver is open."""
 _opened_by: int | None = None
-"""The process that has used cuFile."""
+"""Process ID of the process that has used cuFile; None: cuFile has not been used."""
 _thread = threading.local()
 
 
@@ -66,7 +69,7 @@ os.register_at_fork(after_in_child=_after_fork)
 
 
 class Bindings:
-    """cuFile's functions by `cuda.bindings.cufile`, on which CUDA builds of torch depend from 2.13 on.
+    """cuFile's functions through `cuda.bindings.cufile`, a dependency of CUDA builds of torch since 2.13.
 
     Any exception means failure.
     """
@@ -92,13 +95,13 @@ class Bindings:
         self._module.buf_deregister(arena.data_ptr())
 
     def open(self, path: Path, fd: int) -> Any:
-        """Register a file; the result is what `read` and `close` take."""
+        """Register a file, and return the handle for `read` and `close`."""
         # CUfileDescr_t: CU_FILE_HANDLE_TYPE_OPAQUE_FD, the descriptor in a union with a pointer, no fs_ops.
         descriptor = ctypes.create_string_buffer(struct.pack("i4xi4xP", 1, fd, 0))
         return int(self._module.handle_register(ctypes.addressof(descriptor)))
 
     def read(self, file: Any, target: torch.Tensor, offset: int, base: int) -> int:
-        """Fill `target`, inside the memory that was registered at `base`; how many bytes were read."""
+        """Fill `target`, inside the memory that was registered at `base`, and return the number of bytes read."""
         count = int(self._module.read(file, base, target.numel(), offset, target.data_ptr() - base))
         if count < 0:  # The bindings raise on -1 only.
             raise self._module.cuFileError(-count)
@@ -109,10 +112,10 @@ class Bindings:
 
 
 class Torch(Bindings):
-    """The functions of cuFile by `torch.cuda.gds`, where the bindings are missing.
+    """cuFile's functions through `torch.cuda.gds`, where the bindings are missing.
 
-    As of torch 2.15, a read holds the GIL and does not report how much it read. torch passes the address of the piece,
-    not of the arena, so that registering may have no effect.
+    As of torch 2.15, a read holds the GIL and does not report how many bytes it read. torch passes the address of the
+    piece, not of the arena, so that registering may have no effect.
     """
 
     name = "torch.cuda.gds"
@@ -126,7 +129,7 @@ class Torch(Bindings):
         self._call("cuFileSetParameterBool", param, ctypes.c_bool(value))
 
     def _call(self, name: str, *arguments: Any) -> None:
-        """Call a function that torch lacks, of the library that it has loaded."""
+        """Call a function that torch does not expose, in the library that torch has loaded."""
         try:
             function = getattr(ctypes.CDLL("libcufile.so.0", mode=os.RTLD_NOLOAD), name)
         except OSError:
@@ -136,7 +139,7 @@ class Torch(Bindings):
             raise RuntimeError(f"cuFile error ({code})")
 
     def open_driver(self) -> None:
-        """torch opens it when the first file is registered."""
+        """Do nothing: torch opens the driver when the first file is registered."""
 
     def register(self, arena: torch.Tensor) -> None:
         self._module.gds_register_buffer(_storage(arena))
@@ -148,10 +151,10 @@ class Torch(Bindings):
         return self._module.GdsFile(str(path), os.O_RDONLY)
 
     def read(self, file: Any, target: torch.Tensor, offset: int, base: int) -> int:
-        """Detects short reads, which most versions of torch do not report.
+        """Fill `target`, and detect short reads, which most versions of torch do not report.
 
         A read fills its target from the front, so that a short read leaves the last byte unchanged. That byte is set to
-        a mark before the read. If it still has the mark afterwards, the file may have the same byte there: a second
+        a mark before the read. If it still has the mark afterwards, the file may contain the same byte there: a second
         read with the opposite mark decides. A file that was truncated is detected by its length.
         """
         nbytes = min(target.numel(), os.fstat(file.fd).st_size - offset)
@@ -170,18 +173,18 @@ class Torch(Bindings):
         raise RuntimeError(f"read fewer than {nbytes} bytes")
 
     def close(self, file: Any) -> None:
-        """Its `__del__` closes it."""
+        """Do nothing: the `__del__` of the file closes it."""
 
 
 class CuFile:
-    """cuFile, which reads by direct memory access or not at all."""
+    """An open cuFile driver that reads by direct memory access or not at all."""
 
     def __init__(self, library: Bindings) -> None:
-        """Open the driver, and leave it open: other code of the process may use it."""
+        """Open the driver. It stays open, as other code of the process may use it."""
         self.name = library.name
         self._library = library
         self._arenas: dict[int, int] = {}
-        """Address and bytes of each registered arena."""
+        """Bytes of each registered arena, by its address."""
         with _opening:
             _prepare(library)
             try:
@@ -193,8 +196,8 @@ class CuFile:
     def register(self, arena: torch.Tensor) -> bool:
         """Pin an arena (1-D, uint8), once, before the first read into it.
 
-        Waits for all work that is queued on the GPU: reads are not ordered with streams. False if the arena cannot be
-        pinned, as on a GPU with a small BAR1; reads then go through cuFile's own buffers on the GPU.
+        Waits for all work that is queued on the GPU: reads are not ordered with streams. Returns False if the arena
+        cannot be pinned, as on a GPU with a small BAR1. Reads then go through cuFile's own buffers on the GPU.
         """
         with _on_device(arena, wait=True):
             try:
@@ -205,7 +208,7 @@ class CuFile:
         return True
 
     def deregister(self, arena: torch.Tensor) -> None:
-        """Undo `register`, whatever it returned; before the memory is freed, or nvidia-fs may deadlock."""
+        """Undo `register`, whatever it returned. Call this before the memory is freed, or nvidia-fs may deadlock."""
         if self._arenas.pop(arena.data_ptr(), None) is not None:
             try:
                 with _on_device(arena):
@@ -218,7 +221,7 @@ class CuFile:
         fd = _open_direct(path)
         try:
             with _opening:
-                _prepare(self._library)  # Again: a registration opens the driver if it is not open.
+                _prepare(self._library)  # Repeated, because a registration opens the driver if it is not open.
                 try:
                     file = self._library.open(path, fd)
                 except Exception as error:
@@ -231,7 +234,7 @@ class CuFile:
             try:
                 is_on = self._library.get_parameter_bool(param)
             except Exception:
-                is_on = param == _ALLOW_COMPAT  # Older versions lack some of the others.
+                is_on = param == _ALLOW_COMPAT  # Older versions do not have all of these settings.
             if is_on:
                 handle.close()
                 raise OSError(errno.EOPNOTSUPP, f"cuFile may read through host memory: {name} is on", str(path))
@@ -251,7 +254,7 @@ class Handle:
     def read(self, target: torch.Tensor, offset: int) -> int:
         """Fill `target` (1-D, uint8) from byte `offset` of the file; several threads may do so at once.
 
-        Returns how many bytes were read: fewer than wanted at the end of the file, and perhaps elsewhere.
+        Returns the number of bytes read: fewer than requested at the end of the file, and perhaps elsewhere.
 
         Raises:
             OSError: the read failed.
@@ -278,36 +281,39 @@ class Handle:
 
 @dataclass(frozen=True, slots=True)
 class FoundCuFile:
-    """A way to read files by GPUDirect Storage."""
+    """A cuFile driver that was found to read a file by GPUDirect Storage."""
 
     driver: CuFile
     path: str
     """"GDS" (nvidia-fs is loaded) or "P2PDMA" (without it)."""
     reason: str
-    """One line for a person."""
+    """Reason for the choice, one line for a person."""
 
 
 def is_likely() -> bool:
-    """Whether it is worth opening cuFile, which then refuses compat mode to the whole process."""
+    """Return True if opening cuFile is worthwhile; opening it disables compat mode for the whole process."""
     return (NVIDIA_FS / "devcount").exists() or bool(os.environ.get("CUFILE_USE_PCIP2PDMA"))
 
 
 def find_cufile(path: Path) -> FoundCuFile | str:
-    """A way to read `path`, and files beside it, by cuFile, proved by registering it; or why there is none."""
+    """Return a driver that reads `path`, and files on the same file system, by cuFile, or why none exists.
+
+    The driver is tested by registering `path`.
+    """
     import torch
 
     file_system = filesystem_of(path).kind
     if not torch.cuda.is_available():
         return "no CUDA device"
     if not KERNEL_MODULES.exists():
-        # In some sandboxes. cuFileHandleRegister of 1.20 then reads lines of it for ever.
+        # The file is missing in some sandboxes. cuFileHandleRegister of 1.20 then tries to read its lines forever.
         return f"{KERNEL_MODULES} is missing, without which cuFile hangs"
     has_nvidia_fs = (NVIDIA_FS / "devcount").exists()
     reasons = [] if has_nvidia_fs else [f"the kernel module nvidia-fs is not loaded ({NVIDIA_FS} is missing)"]
     library: Bindings
     try:
         library = Bindings()
-    except Exception as error:  # Any: numpy, which it needs, may be missing or of another version.
+    except Exception as error:  # Any: numpy, a dependency, may be missing or of another version.
         reasons.append(f"{Bindings.name} cannot be imported: {_summary(error)}")
         library = Torch()
     try:
@@ -331,7 +337,7 @@ def _prepare(library: Bindings) -> None:
     with suppress(OSError):
         config = Path(os.environ.get("CUFILE_ENV_PATH_JSON", CONFIG)).read_text("utf-8", "replace")
     if not re.search(r'^(?!\s*//).*"dir"\s*:', config, re.MULTILINE):
-        # Else cuFile writes cufile.log into the working directory. Its settings for that have no effect (1.15, 1.20).
+        # Else cuFile writes cufile.log into the working directory. Its log settings have no effect (1.15, 1.20).
         os.environ.setdefault("CUFILE_LOGFILE_PATH", os.devnull)
     try:
         library.set_parameter_bool(_ALLOW_COMPAT, False)
@@ -349,7 +355,8 @@ def _on_device(tensor: torch.Tensor, *, wait: bool = False) -> Iterator[None]:
     import torch
 
     with torch.cuda.device(tensor.device):
-        # A new thread has device 0, but no context; torch makes none current where the device is right already.
+        # A new thread has device 0, but no context. torch does not make a context current if the thread already has the
+        # right device.
         if wait or getattr(_thread, "device", None) != tensor.device:
             torch.cuda.synchronize()
             _thread.device = tensor.device
@@ -357,7 +364,7 @@ def _on_device(tensor: torch.Tensor, *, wait: bool = False) -> Iterator[None]:
 
 
 def _settle(tensor: torch.Tensor) -> None:
-    """Wait for work on the current stream: cuFile does not."""
+    """Wait for work on the current stream, as cuFile does not wait for it."""
     if tensor.is_cuda:
         import torch
 
@@ -378,7 +385,7 @@ def _open_direct(path: Path) -> int:
 def _as_os_error(error: Exception, path: Path | None = None, offset: int | None = None) -> OSError:
     error.__traceback__ = None  # Its frames would keep a GdsFile, and so a file, open.
     code, text = errno.EIO, _summary(error)
-    if match := re.match(r"(\d+) is not a valid OpError", text):  # How the bindings report an errno.
+    if match := re.match(r"(\d+) is not a valid OpError", text):  # The form in which the bindings report an errno.
         code, text = int(match[1]), os.strerror(int(match[1]))
     where = "" if offset is None else f" at byte {offset}"
     return OSError(code, f"cuFile: {text}{where}", *([str(path)] if path else []))

@@ -1,6 +1,6 @@
-"""The files of a load, and advice on errors of the system.
+"""The open files of a load, and hints for errors of the system.
 
-Bytes that are in the page cache are copied from there, all others are read directly.
+Bytes that are in the page cache are copied from there. All other bytes are read directly.
 """
 
 from __future__ import annotations
@@ -34,14 +34,14 @@ from relayout.storage.system import (
 )
 
 _NO_ANSWER = {errno.ENOTCONN, errno.ETIMEDOUT, getattr(errno, "EREMOTEIO", errno.ETIMEDOUT)}
-"""The system's errors for a server that does not answer; macOS has no EREMOTEIO."""
+"""The system's errors for a server that does not answer. macOS does not have EREMOTEIO."""
 
 _PIECE_NBYTES = 2**20
-"""A request is cut into pieces of this size where only some of its bytes are in the page cache."""
+"""Size of the pieces of a request if only a part of its bytes is in the page cache."""
 
 
 class MixedFile(Closable):
-    """A file whose bytes in the page cache are copied from there, while all others are read directly. Thread-safe."""
+    """A file that copies bytes that are in the page cache, and reads all other bytes directly. Thread-safe."""
 
     def __init__(self, direct: ReadableFile, cached: ReadableFile) -> None:
         """Take one file, opened twice."""
@@ -65,7 +65,7 @@ class MixedFile(Closable):
         return self._direct.fileno()
 
     def pieces(self, offset: int, nbytes: int) -> Iterator[tuple[int, int, bool]]:
-        """The parts to divide a request into; see `ReadableFiles.pieces`."""
+        """Yield the parts to divide a request into; see `ReadableFiles.pieces`."""
         wanted = min(nbytes, self.nbytes - offset)  # A request may end beyond the end of the file.
         is_cached = self._is_cached(offset, wanted)
         if is_cached or not resident_nbytes(_fd(self._cached), offset, wanted):
@@ -81,10 +81,10 @@ class MixedFile(Closable):
         yield start, offset + nbytes - start, bool(through_cache)
 
     def _is_cached(self, offset: int, nbytes: int) -> bool:
-        """Whether bytes, and enough bytes after them to keep the kernel from reading ahead, are in the page cache.
+        """Return True if the bytes, and enough bytes after them to prevent read-ahead, are in the page cache.
 
         Earlier read-ahead has left a mark on a page. Reading that page makes the kernel read ahead from the next
-        missing page, whatever posix_fadvise says (mm/readahead.c, page_cache_async_ra).
+        missing page, even after posix_fadvise (mm/readahead.c, page_cache_async_ra).
         """
         reach = min(nbytes + self._read_ahead, self.nbytes - offset)
         return resident_nbytes(_fd(self._cached), offset, reach) == reach
@@ -100,34 +100,34 @@ class MixedFile(Closable):
 
 
 def _max_open() -> int:
-    """The most local files that one job keeps open, so that two jobs can open each file twice."""
+    """Return the limit of local files that one job keeps open, so that two jobs can open each file twice."""
     soft, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
     return 2**20 if soft == resource.RLIM_INFINITY else max(1, soft // 4)
 
 
 class ReadableFiles(Closable):
-    """Open files. Reads are thread-safe.
+    """The open files of a job. Reads are thread-safe.
 
-    Of more local files than a process may open (`ulimit -n`), the least recently used ones are closed, and opened and
-    checked again when they are read.
+    If a job has more local files than it may keep open (`ulimit -n`), the least recently used ones are closed. They are
+    opened and checked again for the next read.
     """
 
     def __init__(self, files: Sequence[StoredFile], access: Access) -> None:
-        """Open them, remote ones at the same time."""
+        """Open the files, remote ones concurrently."""
         self._stored = files
         self._is_alone = local_world_size() == 1
         self._is_mappable = access is not Access.DIRECT and not self._is_alone
         self._access = access
         self._max_open = len(files) if any(file.folder.cost.is_remote for file in files) else _max_open()
         self._files: dict[int, ReadableFile] = {}
-        """The open files, the least recently used first if not all can be open."""
+        """The open files by index. If not all can be open, the least recently used comes first."""
         self._alignments: dict[int, int] = {}
-        """Alignments of the files that were closed to open others."""
+        """Alignments of files that were closed so that others could be opened."""
         self._num_users: Counter[int] = Counter()
-        """The number of calls that use each open file, if not all can be open."""
+        """Number of calls that are using each open file, if not all files can be open."""
         self._unused = threading.Condition()
         self.grids: list[Grid | None] = [None] * len(files)
-        """The borders of the chunks of each file that is proven, if reads can begin and end there."""
+        """Chunk borders of each verified file, if reads can begin and end there."""
         try:
             each(self._open, range(len(files)), cost_of(files).num_opens)
             self._chunk_nbytes = max((grid.step for grid in self.grids if grid is not None), default=1)
@@ -136,7 +136,7 @@ class ReadableFiles(Closable):
             raise
 
     def _open(self, index: int) -> None:
-        """Open a file, and check that it is the right one, unless this would be a round trip."""
+        """Open a file, and check that it is the right one, unless the check would be a round trip."""
         file, access = self._stored[index], self._access
         if len(self._files) >= self._max_open:
             self._close_one()
@@ -158,16 +158,16 @@ class ReadableFiles(Closable):
         self.grids[index] = proven.grid if isinstance(proven, Proven) else None
 
     def _close_one(self) -> None:
-        """Close the least recently used file that no call uses; there is one."""
+        """Close the least recently used file that no call uses. At least one such file must exist."""
         oldest = next(index for index in self._files if not self._num_users[index])
         self._alignments[oldest] = self._files[oldest].alignment
         self._files.pop(oldest).close()
 
     @contextmanager
     def _using(self, index: int) -> Iterator[ReadableFile]:
-        """A file that stays open inside the block, in which no other file may be asked for.
+        """Keep a file open inside the block, which must not use another file.
 
-        If as many files as may be open are in use, wait until a call has ended, each of which only reads.
+        If the maximum number of files is open and all are in use, wait until a call ends. Each call only reads.
         """
         if len(self._stored) <= self._max_open:
             yield self._files[index]
@@ -190,7 +190,7 @@ class ReadableFiles(Closable):
 
     @property
     def unchecked(self) -> list[int]:
-        """The remote files that are proven by their first bytes: each is one request, while others bring the rest."""
+        """Remote files that are identified by their first bytes. Each check is a request, concurrent with reads."""
         return [i for i, file in enumerate(self._stored) if file.folder.cost.is_remote and file.proof is not None]
 
     def check(self, file: int) -> None:
@@ -204,16 +204,16 @@ class ReadableFiles(Closable):
 
     @property
     def alignment(self) -> int:
-        """What offset, length and address of a read must be multiples of, in bytes."""
+        """Alignment of offset, length and address of a read, in bytes."""
         with self._unused:
             return max((*(file.alignment for file in self._files.values()), *self._alignments.values()), default=1)
 
     def whole_chunks(self, nbytes: int) -> int:
-        """About `nbytes`, as a number of whole chunks of files that are proven."""
+        """Return about `nbytes`, as a multiple of the chunk size of files that are verified."""
         return max(self._chunk_nbytes, align_down(nbytes, self._chunk_nbytes))
 
     def pieces(self, file: int, offset: int, nbytes: int) -> Iterator[tuple[int, int, bool]]:
-        """The parts to divide a request into, as (offset, nbytes, whether to read through the page cache)."""
+        """Yield the parts to divide a request into, as (offset, nbytes, True to read through the page cache)."""
         with self._using(file) as opened:
             whole = (offset, nbytes, opened.alignment == 1)
             pieces = list(opened.pieces(offset, nbytes)) if isinstance(opened, MixedFile) else [whole]
@@ -223,7 +223,7 @@ class ReadableFiles(Closable):
         """Fill `view` with the bytes at `offset`, up to the end of the file.
 
         Raises:
-            FormatError: the file has become shorter; or its bytes are proven, and a digest differs.
+            FormatError: the file has become shorter; or its bytes are verified, and a digest differs.
             OSError: the read failed.
         """
         with self._using(file) as opened:
@@ -231,17 +231,18 @@ class ReadableFiles(Closable):
 
     @contextmanager
     def mapped(self, file: int, offset: int, nbytes: int) -> Iterator[memoryview | None]:
-        """The bytes of a file in the page cache, not copied, inside the block; None if they must be read.
+        """Provide a range of a file as mapped memory inside the block, without a copy; None if it must be read.
 
-        For runs with gaps between them, of a plain checkpoint: all ranks of a node need its bytes, each other ones, and
-        the first to come reads them from the drive. None if this rank is alone: nobody shares the page cache, which is
-        left as it was, and through which a file system with a long latency reads in small requests.
+        This is for runs with gaps between them, of a plain checkpoint. Each rank of a node needs different bytes of the
+        range, and the first rank reads them from the drive for all. The result is None if this rank is alone on its
+        node. Then no other process shares the page cache, which stays unchanged; a file system with high latency would
+        also read through it in small requests.
 
-        The kernel reads ahead in large folios, which are mapped at a tenth of the cost of a copy.
-        (posix_fadvise(WILLNEED) would fill the page cache with single pages.)
+        The kernel reads ahead in large folios. Mapping them costs a tenth of a copy. (posix_fadvise(WILLNEED) would
+        fill the page cache with single pages.)
 
-        What cannot be read when the block begins is None. Inside the block, using a page that was truncated since then,
-        or evicted from the cache and cannot be read again, kills the process.
+        The result is None if the range cannot be read when the block begins. Inside the block, accessing a page kills
+        the process if the page was truncated, or was evicted from the cache and cannot be read again.
         """
         start = align_down(offset, mmap.PAGESIZE)
         address = None
@@ -261,13 +262,13 @@ class ReadableFiles(Closable):
             unmap(address, length)
 
     def resident_nbytes(self, file: int, offset: int, nbytes: int) -> int | None:
-        """How many of these bytes are in the page cache; None where the system does not tell."""
+        """Return how many of these bytes are in the page cache; None where the system does not report it."""
         with self._using(file) as opened:
             fd = opened.fileno()
             return None if fd is None else resident_nbytes(fd, offset, nbytes)
 
     def fd(self, file: int) -> int:
-        """The descriptor of a file, of a store that has descriptors. It is valid until another file is asked for."""
+        """Return the descriptor of a file, if its store has descriptors. It is valid until another file is used."""
         with self._using(file) as opened:
             return _fd(opened)
 
@@ -288,15 +289,15 @@ class ReadableFiles(Closable):
             file.close()
 
     def _is_cold(self, file: StoredFile, opened: ReadableFile) -> bool:
-        """Whether a file that cannot be read directly is to leave the page cache as it was, which has nothing of it."""
+        """Return True if a file without direct reads is not in the page cache at all and should not be added to it."""
         fd = opened.fileno()
         if fd is None or opened.alignment > 1 or not (self._is_alone or file.proof):
-            return False  # Ranks of a node share what they read of a plain checkpoint.
+            return False  # Ranks of a node share the bytes that they read of a plain checkpoint.
         return resident_nbytes(fd, 0, file.nbytes) == 0
 
 
 def _check_content(file: StoredFile, opened: ReadableFile) -> None:
-    # Read the header by the descriptor that is used for the load: the file at a path may be replaced at any time.
+    # Read the header through the load's own descriptor: the file at a path may be replaced at any time.
     if file.proof is None:
         return
     view = Buffer().reserve(BLOCK)
@@ -322,7 +323,7 @@ def _mixed(file: StoredFile, opened: ReadableFile) -> ReadableFile:
 
 @contextmanager
 def closed_on_error(opened: ReadableFiles) -> Iterator[ReadableFiles]:
-    """The open files, which an error closes."""
+    """Close the open files if the block raises."""
     try:
         yield opened
     except BaseException:
@@ -353,7 +354,7 @@ def error_hints() -> Iterator[None]:
 
 
 def no_torch() -> ModuleNotFoundError:
-    """The error of a load without torch."""
+    """Return the error of a load without torch."""
     return ModuleNotFoundError("torch is not installed, but loading needs it: pip install torch", name="torch")
 
 
@@ -362,7 +363,7 @@ def _with_hint(error: Exception) -> Exception | None:
         return no_torch()
     if isinstance(error, MemoryError) and not str(error):
         return MemoryError(f"no memory is left for a load's own objects, beside tensors and buffers{_limit()}")
-    if not isinstance(error, OSError) or isinstance(error, RequestError):  # Which says itself what to do.
+    if not isinstance(error, OSError) or isinstance(error, RequestError):  # RequestError already contains a hint.
         return None
     hint = _hint(error.errno)
     if hint is None or str(error.strerror).endswith(hint):

@@ -1,6 +1,6 @@
 """Backends that read into host memory with threads: `direct`, `buffered`, and `auto`, which combines both.
 
-The memory is an arena, one allocation for all of a rank's tensors, or that of existing tensors.
+The memory is an arena (one allocation for all of a rank's tensors), or the memory of existing tensors.
 """
 
 from __future__ import annotations
@@ -39,10 +39,10 @@ if TYPE_CHECKING:
     import torch
 
 MAP_FIXED = 0x10
-"""Flag of mmap(2): replace what is mapped at the address. The value on Linux and macOS."""
+"""Flag of mmap(2): replace the mapping at the address. The value on Linux and macOS."""
 
 _FIRST_NBYTES = 8 * 2**20
-"""The largest request before anything is measured."""
+"""Upper bound of a request before anything is measured, in bytes."""
 
 State = TypeVar("State")
 Item = TypeVar("Item")
@@ -50,17 +50,20 @@ Item = TypeVar("Item")
 
 @dataclass(frozen=True, slots=True)
 class HostArena:
-    """Anonymous memory, aligned to a page, or to a huge page if it is that large. Freed when nothing refers to it."""
+    """Anonymous memory, aligned to a page, or to a huge page if it is at least that large.
+
+    It is freed when the last reference is gone.
+    """
 
     memory: mmap.mmap
     start: int
     """Offset of the arena in `memory`, in bytes."""
     nbytes: int
     fresh: FreshMemory | None = None
-    """Chooses pages for what has not been touched; None: the kernel does."""
+    """Chooses the page size of untouched memory; None: the kernel does."""
 
     def span(self, offset: int, nbytes: int) -> memoryview:
-        if self.fresh is not None:  # Here, by the thread that fills it: other threads read meanwhile.
+        if self.fresh is not None:  # Touched by the thread that fills it, so that other threads can read meanwhile.
             self.fresh.touch(offset, nbytes)
         return memoryview(self.memory)[self.start + offset : self.start + offset + nbytes]
 
@@ -70,7 +73,7 @@ class HostArena:
         return address_of(self.memory) + self.start
 
     def tensor(self, on_free: Callable[[HostArena], None] | None = None) -> torch.Tensor:
-        """All of it; `on_free` is called when the last view of it is gone."""
+        """Return the arena as a tensor; `on_free` is called when the last view of it is gone."""
         import torch
 
         check_mode()
@@ -81,16 +84,16 @@ class HostArena:
         return torch.frombuffer(memory, dtype=torch.uint8, count=nbytes)
 
     def discard(self) -> None:
-        # Frees pages now, and the address range when nothing refers to it.
+        # Frees pages now, and the address range when the last reference is gone.
         flags = mmap.MAP_PRIVATE | mmap.MAP_ANON | MAP_FIXED
         with suppress(OSError):
             map_file(-1, 0, len(self.memory), flags=flags, writable=True, address=self.address - self.start)
-        with suppress(BufferError):  # A traceback refers to views of it.
+        with suppress(BufferError):  # A traceback may refer to views of it.
             self.memory.close()
 
 
 def allocate(nbytes: int) -> HostArena:
-    """Reserve `nbytes` of memory; pages are allocated when `span` is first asked for them."""
+    """Reserve `nbytes` of memory; pages are allocated when `span` first returns them."""
     if nbytes < HUGE_PAGE:
         return HostArena(_reserve(align_up(max(nbytes, 1), mmap.PAGESIZE)), 0, nbytes)
     memory = _reserve(align_up(nbytes, HUGE_PAGE) + HUGE_PAGE)
@@ -100,7 +103,7 @@ def allocate(nbytes: int) -> HostArena:
 
 def _reserve(nbytes: int) -> mmap.mmap:
     try:
-        # Private: shared memory has huge pages on few systems, and a forked child would write to it, too.
+        # Private: few systems have huge pages for shared memory, and a forked child would write to it, too.
         return mmap.mmap(-1, nbytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANON)
     except (OSError, OverflowError) as error:
         reason = error.strerror if isinstance(error, OSError) else "more than there are addresses"
@@ -108,10 +111,10 @@ def _reserve(nbytes: int) -> mmap.mmap:
 
 
 class ArenaPool(Pool[memoryview]):
-    """Reuses an arena when the last reference to its tensor is gone, which saves allocating its pages again."""
+    """A pool that reuses an arena once its tensor is unreferenced, which saves allocating its pages again."""
 
     def __init__(self, nbytes: int) -> None:
-        """Arenas have at least `nbytes`, and only those of exactly `nbytes` are reused."""
+        """Make arenas of at least `nbytes`; only arenas of exactly `nbytes` are reused."""
         self._nbytes = nbytes
         self._free: list[HostArena] = []
         self._is_open = True
@@ -125,7 +128,7 @@ class ArenaPool(Pool[memoryview]):
         return arena, arena.tensor(self._give)
 
     def _give(self, arena: HostArena) -> None:
-        """Take back an arena that is no longer used."""
+        """Return an unused arena to the pool."""
         if self._is_open and arena.nbytes == self._nbytes:
             self._free.append(arena)
 
@@ -150,7 +153,7 @@ class Scattered:
 
 
 def scatter(pieces: Sequence[tuple[int, int]]) -> list[int]:
-    """Offsets for pieces of memory, given as (address, nbytes), in an address space that starts at 0."""
+    """Return offsets for pieces of memory, given as (address, nbytes), in an address space that starts at 0."""
     offsets = []
     end = 0
     for address, nbytes in pieces:
@@ -160,7 +163,7 @@ def scatter(pieces: Sequence[tuple[int, int]]) -> list[int]:
 
 
 class HostBackend(Backend[memoryview]):
-    """Threads that read directly into memory, and through bounce buffers where that is not possible."""
+    """Backend of threads that read directly into memory, and through bounce buffers where that is not possible."""
 
     def __init__(self, access: Access) -> None:
         self.access = access
@@ -182,7 +185,7 @@ class HostBackend(Backend[memoryview]):
 
 
 def _pace_of(requests: Sequence[Request], budget: Budget) -> Pace:
-    """The steps of a job: the buffers of all threads fit into the memory of the budget."""
+    """Return the pace of a job, such that the buffers of all threads fit into the memory of the budget."""
     bounced = max((one.extent.nbytes for one in requests if one.arena_offset is None), default=0)
     most = max(budget.threads, min(budget.max_threads, budget.memory // max(bounced, MIN_BUFFER)))
     largest = budget.cost.request_nbytes
@@ -194,12 +197,12 @@ def _pace_of(requests: Sequence[Request], budget: Budget) -> Pace:
 
 
 def _num_parts(requests: Sequence[Request], nbytes: int) -> int:
-    """The number of parts that requests are cut into if each that goes straight into the arena has so many bytes."""
+    """Return the number of parts after requests that go straight into the arena are cut to at most `nbytes`."""
     return sum(1 if one.arena_offset is None else -(-one.extent.nbytes // nbytes) for one in requests)
 
 
 def reserve(buffer: Buffer, nbytes: int) -> memoryview:
-    """The first `nbytes` of a buffer."""
+    """Return the first `nbytes` of a buffer."""
     try:
         return buffer.reserve(nbytes)
     except OSError as error:
@@ -213,7 +216,7 @@ class Buffers:
         self._buffers: list[Buffer] = []
 
     def make(self) -> Buffer:
-        """A new buffer. Thread-safe."""
+        """Return a new buffer. Thread-safe."""
         buffer = Buffer()
         self._buffers.append(buffer)
         return buffer
@@ -239,7 +242,8 @@ class ThreadedJob(Generic[State, Item]):
     ) -> None:
         """Start the threads; `work` returns the number of bytes that it filled. The job closes `opened`.
 
-        They also check remote files, as soon as each has begun with an item: it is a round trip like any other.
+        The threads also check remote files, after each has begun with an item, because a check is a round trip like any
+        other request.
 
         Args:
             discard: frees the memory of all states; called when the job is cancelled.
@@ -263,7 +267,7 @@ class ThreadedJob(Generic[State, Item]):
             raise
 
     def resize(self, num_threads: int) -> None:
-        """Have so many threads from now on; see `Workers.resize`."""
+        """Change the number of threads; see `Workers.resize`."""
         self._workers.resize(num_threads)
 
     def join(self, on_progress: Callable[[int], None] | None = None) -> None:
@@ -274,7 +278,7 @@ class ThreadedJob(Generic[State, Item]):
         self.settle()
 
     def settle(self) -> None:
-        """Host memory needs nothing."""
+        """Do nothing: host memory has no streams."""
 
     @property
     def current_stream(self) -> object:
@@ -296,7 +300,7 @@ def _checked(opened: ReadableFiles, file: int, _: object) -> int:
 
 
 class _PacedJob(ThreadedJob[Buffer, Request]):
-    """Reads into memory; requests in flight, and their size, follow what is measured meanwhile."""
+    """A job that reads into memory and adapts the number and size of requests in flight to measurements."""
 
     def __init__(
         self, memory: Memory[memoryview], job: ReadJob, opened: ReadableFiles, requests: Sequence[Request]
@@ -311,7 +315,7 @@ class _PacedJob(ThreadedJob[Buffer, Request]):
         super().__init__(job, opened, buffers.make, self._work, self._parts(requests), num_parts, buffers.discard)
 
     def _parts(self, requests: Sequence[Request]) -> Iterator[Request]:
-        """The requests, cut to the size that the pace says when they are begun."""
+        """Yield the requests, each cut to the pace's current request size when it is begun."""
         for request in requests:
             while request.arena_offset is not None and request.extent.nbytes > (
                 size := self.opened.whole_chunks(self._pace.step.request_nbytes)
@@ -333,7 +337,7 @@ class _PacedJob(ThreadedJob[Buffer, Request]):
         return request.nbytes
 
     def _read(self, bounce: Buffer, request: Request) -> None:
-        """Fill the memory that a request is for, through the bounce buffer if needed."""
+        """Fill the memory of a request, through the bounce buffer if needed."""
         if request.arena_offset is not None:
             span = self._memory.span(request.arena_offset, request.extent.nbytes)
             if self.opened.alignment > 1 and are_small() and self._may_copy():
@@ -348,17 +352,17 @@ class _PacedJob(ThreadedJob[Buffer, Request]):
             self._scatter(request, self._bounced(bounce, request))
 
     def _may_copy(self) -> bool:
-        """Whether the budget has a buffer for each thread. If so, there will not be more threads than buffers."""
+        """Return True if the budget has a buffer for each thread; if so, never have more threads than buffers."""
         with self._lock:
             return self._pace.limit(self.job.budget.memory // self._copied_nbytes)
 
     def _read_and_copy(self, bounce: Buffer, request: Request, span: memoryview) -> None:
-        """Read into huge pages, and copy to small ones: few of them fit into one request of a drive.
+        """Read into huge pages, and copy to small ones: a drive's request can address only few small pages.
 
         Direct reads into small pages were seen at less than half of the drive's speed.
         """
         whole = request.extent
-        # Memory beyond the end of the file stays as it is.
+        # Memory beyond the end of the file is unchanged.
         end = min(whole.end, self.job.files[request.file].nbytes)
         for part in split(Extent(whole.offset, end - whole.offset), self._copied_nbytes):
             view = reserve(bounce, align_up(part.nbytes, BLOCK))

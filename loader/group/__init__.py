@@ -1,1 +1,1 @@
-"""Loads that the members of a torch.distributed group do together: each reads a part, and gets the rest from others."""
+"""Loads by all members of a torch.distributed group: each reads a part, and receives the rest from the others."""

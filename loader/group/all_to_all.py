@@ -1,7 +1,7 @@
 """All-to-all rounds: in each, a message in host memory goes from each member of a group to each other one.
 
-Where sender and receiver have planned the same transfers, from the memory of one to that of the other, a message has
-their runs one behind the other (`pack`, `unpack`). Messages of another form are their caller's.
+If sender and receiver have planned the same transfers, from the memory of one to that of the other, a message consists
+of their runs one after the other (`pack`, `unpack`). The caller defines messages of any other form.
 """
 
 from __future__ import annotations
@@ -18,16 +18,16 @@ from relayout.loader.group.collectives import Group
 from relayout.storage.system import Buffer
 
 _ROUND_NBYTES = 2**25
-"""About the most bytes that a member receives in a round."""
+"""Approximate limit of the bytes that a member receives in a round."""
 _SENT_NBYTES = 2**28
-"""About the most bytes that a member sends in a round, if it has all that the others want."""
+"""Approximate limit of the bytes that a member sends in a round, if all others need its bytes."""
 
 Copy: TypeAlias = Callable[[Bytes, Transfer], None]
-"""Copies the runs of a transfer to memory, from what a member holds."""
+"""Function that copies the runs of a transfer from the bytes that a member holds to memory."""
 
 
 def round_nbytes(num_members: int) -> int:
-    """Return about how many bytes a member should receive in a round."""
+    """Return the approximate number of bytes that a member should receive in a round."""
     return min(_ROUND_NBYTES, _SENT_NBYTES // num_members)
 
 
@@ -48,7 +48,7 @@ def unpack(message: Bytes, parts: Iterable[tuple[Bytes, Transfer]]) -> None:
 
 
 class AllToAll:
-    """Carries out the rounds of a group, one after the other, through memory that it keeps. Not thread-safe."""
+    """Carries out the rounds of a group, one after the other, in reused memory. Not thread-safe."""
 
     def __init__(self, group: Group) -> None:
         self._group = group
@@ -62,7 +62,7 @@ class AllToAll:
         Args:
             sent: bytes of this member's message to each member.
             received: bytes of the message from each member to this one.
-            fill: writes this member's messages, in the block. What the round before has returned stays until then.
+            fill: writes this member's messages, in the block. The previous round's messages are valid until then.
 
         Returns:
             The message from each member.
@@ -94,5 +94,5 @@ class AllToAll:
 
 
 def _messages(memory: Bytes, sizes: Sequence[int]) -> list[Bytes]:
-    """The messages in memory, one behind the other."""
+    """Return the messages in memory, one after the other."""
     return [memory[start:end] for start, end in pairwise(accumulate(sizes, initial=0))]

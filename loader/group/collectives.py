@@ -1,20 +1,21 @@
-"""The members of a torch.distributed group: what one raises, all raise.
+"""Messages among the members of a torch.distributed group; an error of one member is raised by all.
 
 Work that can fail in one member alone must not leave the others waiting. So every message of all members begins with a
-small message in which each can give an error in place of its value. A member that fails sends its error as its next
-message, wherever it is, and all others get it as theirs:
+small message in which each member can send an error instead of its value. A member that fails sends its error as its
+next message, wherever it is, and all others receive the error as their next message:
 
-- Between two messages, whatever fails is sent by `Group.fail`, which the caller of an operation calls for each error.
-- In a block of `Group.collective`, no member sends anything. Its end is a message. Bytes that the block passes to
-  `exchange` or `broadcast` follow as part of this message, and only if no block has failed.
-- The last message of an operation says so: after it, an error is this member's own.
+- Between two messages, `Group.fail` sends any error. The caller of an operation calls it for each error.
+- In a block of `Group.collective`, no member sends anything. The end of the block is a message. Bytes that the block
+  passes to `exchange` or `broadcast` follow as part of this message, and only if the block has failed in no member.
+- The last message of an operation is marked as such. Errors after it are raised by this member alone.
 
-A message that has begun is completed, as a half-sent one would take the place of the next. It therefore runs in a
-thread of its own: Ctrl-C, or what another signal handler raises, is raised when the message has ended, and is then sent
-like any other error. Members compare number and kind of each message, so that other orders of operations are an error.
+A message that has begun is completed, because the rest of a half-sent message would be received as the next one. So a
+message runs in a separate thread. Ctrl-C, or an exception of another signal handler, is raised when the message has
+ended, and is then sent like any other error. Members compare the number and kind of each message, so that different
+orders of operations are an error.
 
-torch's timeout of the group limits each wait for a message, not an operation. A member that is killed is noticed at
-once over gloo. One that stands still looks like one that works for longer than the timeout: both end the wait.
+torch's timeout of the group limits each wait for a message, not an operation. Over gloo, a member that is killed is
+detected at once. A member that hangs looks like one that works for longer than the timeout: both end the wait.
 """
 
 from __future__ import annotations
@@ -41,21 +42,27 @@ if TYPE_CHECKING:
 
 Value = TypeVar("Value")
 Send = Callable[[], None]
-"""Sends and receives what a message consists of."""
+"""Function that sends and receives the content of a message."""
 
 _QUIET_SECONDS = 3.0
-"""How long members may be late without a word, and how long the words of others that wait may take to come."""
+"""Seconds after which late members are named in the log.
+
+It is also the time allowed for the notes of other waiting members to arrive in the group's store.
+"""
 _TAG = 0x72656C61
-"""Tells messages of loads from those of the application in the same group, which have the tag 0 by default."""
+"""Tag that separates messages of loads from those of the application in the same group, which have tag 0 by default."""
 _STORE_SECONDS = 5.0
-"""How long to wait for the store by which members have found each other: the process that has it may stand still."""
+"""Seconds to wait for the group's rendezvous store: the process that serves it may hang."""
 _CONNECT_SECONDS = 8.0
-"""The time for gloo to connect members that have all called. It waits so long for their addresses, and five times as
-long for each connection: if a member is killed meanwhile, the others wait for less than a minute."""
+"""Seconds for gloo to connect members that have all called.
+
+gloo waits this long for their addresses, and five times as long for each connection. If a member is killed meanwhile,
+the others wait for less than a minute.
+"""
 
 
 def _as_of(member: int, error: BaseException) -> Exception:
-    """An error of a member, as all others raise it: of the same family, with the same fields."""
+    """Return the error that other members raise for an error of one member: the same family, with the same fields."""
     by = f"member {member} of the group failed: "
     if isinstance(error, RelayoutError):
         again = copy(error)
@@ -71,18 +78,21 @@ def _as_of(member: int, error: BaseException) -> Exception:
 
 
 def _raise_first(values: list[object]) -> None:
-    """Raise the first error of some values, without keeping it in a frame: its traceback has the frame, and buffers."""
+    """Raise the first error among some values, and remove it from the list.
+
+    An error that stays in a frame of its traceback would keep the frame's buffers alive.
+    """
     index = next((index for index, value in enumerate(values) if isinstance(value, Exception)), None)
     if index is not None:
         raise cast("Exception", values.pop(index))
 
 
 _KINDS = ("value", "block", "error")
-"""What a message is: a value of each member, the end of a block, or an error outside of one."""
+"""The kinds of a message: a value of each member, the end of a block, or an error outside of a block."""
 
 
 def _check_same_call(heads: Sequence[tuple[int, str]]) -> None:
-    """Raise PlanError unless all members have sent the same message of an operation, by its number and kind."""
+    """Raise PlanError unless the messages of all members have the same number and kind."""
     if len(set(heads)) > 1:
         who = [f"{kind} {number} of member {member}" for member, (number, kind) in enumerate(heads)]
         what = f"group: the members do not make the same calls: {', '.join(who)} came together"
@@ -90,20 +100,26 @@ def _check_same_call(heads: Sequence[tuple[int, str]]) -> None:
 
 
 def _started(work: Work | None) -> Work:
-    assert work is not None  # None: this process is no member.
+    assert work is not None  # None: this process is not a member.
     return work
 
 
 _on_host: WeakKeyDictionary[ProcessGroup, ProcessGroup] = WeakKeyDictionary()
-"""Groups of the same processes as others', for messages from host memory. They live as long: see `Group.apart`."""
+"""For each group, a group of the same processes for messages from host memory.
+
+An entry lives as long as the original group: see `Group.apart`.
+"""
 
 
 _left: WeakSet[ProcessGroup] = WeakSet()
-"""Groups in which this process has left a message before its end: the next one would get the rest of it."""
+"""Groups in which this process has left a message before its end.
+
+The next message would receive the rest of the unfinished one.
+"""
 
 
 class _Message:
-    """A message that is carried out in a thread of its own, once, or never."""
+    """A message that is carried out in a separate thread, at most once."""
 
     def __init__(self, send: Send) -> None:
         self._send: Send | None = send
@@ -112,7 +128,7 @@ class _Message:
         self.is_done = threading.Event()
 
     def start(self) -> None:
-        """Begin it; here, if there are too many threads."""
+        """Begin the message; in this thread, if no other thread can be started."""
         try:
             threading.Thread(target=self.carry_out, name="relayout-message", daemon=True).start()
         except RuntimeError:
@@ -127,16 +143,16 @@ class _Message:
             except BaseException as error:
                 self._error = error
             finally:
-                self._send = None  # It has the memory that is sent.
+                self._send = None  # It references the memory that is sent.
                 self.is_done.set()
 
     def settle(self) -> None:
-        """Wait for its end if it has begun; otherwise, never let it begin."""
+        """Wait for the end of the message if it has begun; otherwise, prevent it from beginning."""
         if not self._begun.acquire(blocking=False):
             self.is_done.wait()
 
     def result(self) -> None:
-        """Raise its error."""
+        """Raise the error of the message, if it had one."""
         error, self._error = self._error, None
         try:
             if error is not None:
@@ -146,13 +162,13 @@ class _Message:
 
 
 class Group:
-    """A process group with this process in it. All members make the same calls in the same order. Not thread-safe."""
+    """A group with this process as a member. All members make the same calls in the same order. Not thread-safe."""
 
     def __init__(self, group: ProcessGroup) -> None:
         """Take part in a group."""
         import torch.distributed as dist
 
-        is_outside = isinstance(group, type(dist.GroupMember.NON_GROUP_MEMBER))  # What torch gives to outsiders.
+        is_outside = isinstance(group, type(dist.GroupMember.NON_GROUP_MEMBER))  # torch's non-member value.
         if not is_outside and not isinstance(group, dist.ProcessGroup):
             what = f"group: {shown(group)}, expected a torch.distributed group, such as torch.distributed.group.WORLD"
             raise PlanError(what, code="option")
@@ -166,24 +182,24 @@ class Group:
         """The number of this member, from 0."""
         self.num_members: int = dist.get_world_size(group)
         self._process = os.getpid()
-        """A fork is no member."""
+        """Process ID of the member. A forked child is not a member."""
         self.is_broken = False
-        """Whether a collective call failed: the group can no longer be used, and it may still write to memory."""
+        """True if a collective call failed: the group can no longer be used, and may still write to memory."""
         self._number: int | None = None
-        """The number of this call among all of this member in the group; None: it has not met the others yet."""
+        """The number of this call among this member's calls in the group; None: it has not met the others yet."""
         self._num_messages = 0
-        """The messages that this member has sent in this operation."""
+        """Number of messages that this member has sent in this operation."""
         self._unfinished: _Message | None = None
-        """The message that is being sent, or whose wait was interrupted."""
+        """The message that is being sent, or that was interrupted while this member waited for it."""
         self._is_inside = False
-        """Whether this member is in a block of `collective`."""
+        """True while this member is in a block of `collective`."""
         self._at_end: list[tuple[Send, bool]] = []
-        """What is sent at the end of this block, and whether only this thread can send it."""
+        """Messages to send at the end of the block, each with True if only this thread can send it."""
         self.is_over = False
-        """Whether no member waits for this one any more: the load is done, or all know that it has failed."""
+        """True if no member waits for this one any more: the load is done, or all members have received its error."""
 
     def all_gather(self, value: Value, *, is_last: bool = False) -> list[Value]:
-        """The value of each member. The values are small.
+        """Return the value of each member. The values are small.
 
         Args:
             is_last: no message follows in this operation.
@@ -195,7 +211,7 @@ class Group:
     def _gather(
         self, value: object, kind: str, at_end: Sequence[tuple[Send, bool]] = (), *, is_last: bool = False
     ) -> list[object]:
-        """The value of each member. If none is an error, more is sent in the same message."""
+        """Return the value of each member. If none is an error, the sends of `at_end` follow in the same message."""
         assert not self._is_inside, "a message of all members in a block that a member may leave by an error of its own"
         blob = b"" if value is None else pickle.dumps(value)
         values: list[object] = []
@@ -218,15 +234,15 @@ class Group:
         return values
 
     def _gathered(self, head: tuple[int, str], blob: bytes) -> list[tuple[tuple[int, str], bytes]]:
-        """Number, kind and content of each member's message. Contents that are not empty follow the others.
+        """Return number, kind and content of each member's message. Contents that are not empty follow the heads.
 
-        Each goes from each to each: gloo's own gather passes them on from member to member. If one is killed, only its
-        neighbors would hear of it at once.
+        Each member sends directly to each other member. gloo's own gather passes contents on from member to member: if
+        a member is killed, only its neighbors would detect it at once.
         """
         import torch
         import torch.distributed as dist
 
-        if not self.has_gloo:  # Only torch knows from which device another backend sends.
+        if not self.has_gloo:  # Only torch can choose the device from which another backend sends.
             objects: list[Any] = [None] * self.num_members
             dist.all_gather_object(objects, (head, blob), group=self._group)
             return objects
@@ -242,10 +258,11 @@ class Group:
         return list(zip(calls, [one.numpy().tobytes() for one in blobs], strict=True))
 
     def _carry_out(self, send: Send, *, here: bool) -> None:
-        """Send a message, behind one whose wait was interrupted.
+        """Send a message, after any message that was interrupted while this member waited for it.
 
         Args:
-            here: in this thread, whose current device and stream count. An interruption then breaks the group.
+            here: send in this thread, because its current device and stream are used. An interruption then breaks the
+                group.
         """
         self._settle()
         message, interruption = _Message(send), cast("BaseException | None", None)
@@ -253,7 +270,7 @@ class Group:
         if here:
             watcher = threading.Timer(_QUIET_SECONDS, self._name_late, [message])
             watcher.daemon = True
-            with suppress(RuntimeError):  # Too many threads: nothing is said.
+            with suppress(RuntimeError):  # Too many threads: late members are not named.
                 watcher.start()
             message.carry_out()
             watcher.cancel()
@@ -264,7 +281,7 @@ class Group:
                 if not message.is_done.wait(_QUIET_SECONDS):
                     with suppress(RuntimeError):
                         threading.Thread(target=self._name_late, args=[message], daemon=True).start()
-                    # Again and again: Python notices no signal that comes just before a wait, until that has ended.
+                    # In a loop: Python handles a signal that comes just before a wait only when the wait has ended.
                     while not message.is_done.wait(_QUIET_SECONDS):
                         pass
             except BaseException as error:
@@ -283,7 +300,7 @@ class Group:
             del interruption  # Breaks the cycle of error, traceback and this frame.
 
     def is_quiet(self) -> bool:
-        """Wait for a message whose wait was interrupted. Returns whether none writes to memory any more."""
+        """Wait for an interrupted message, and return True if no message writes to memory any more."""
         if not self.is_broken:
             self._settle()
         return not self.is_broken
@@ -298,15 +315,15 @@ class Group:
             self._unfinished = None
 
     def _leave(self) -> None:
-        """Use the group no more: a message that nobody waits for is still being sent."""
+        """Mark the group as unusable: a message that this member no longer waits for is still being sent."""
         self.is_broken = True
         _left.add(self._group)
 
     def apart(self, kept: MutableMapping[ProcessGroup, ProcessGroup]) -> ProcessGroup:
-        """A group of the same processes, for messages from host memory that meet none of this one's.
+        """Return a group of the same processes for messages from host memory, separate from this group's messages.
 
-        It has the same timeout. All members make it, unless it is in `kept`, where it is put before they send another
-        message.
+        It has the same timeout. All members create it, unless `kept` contains it; it is added to `kept` before any
+        member sends another message.
         """
         import torch.distributed as dist
 
@@ -319,7 +336,7 @@ class Group:
 
         if self._group not in kept:
             with self._naming_missing(), self.telling():
-                # A late member is waited for here; to connect, all are there.
+                # Late members are waited for here, so that all members are present when they connect.
                 connecting = timedelta(seconds=_CONNECT_SECONDS) if self._all_called() else self.timeout
                 self._carry_out(connect, here=False)
         kept[self._group].set_timeout(self.timeout)
@@ -327,7 +344,7 @@ class Group:
 
     @property
     def timeout(self) -> timedelta:
-        """The longest wait for a message: the group's own timeout, for host memory if that has one of its own."""
+        """The longest wait for a message: the group's timeout, that of its host-memory backend if it has one."""
         import torch
         from torch.distributed.constants import default_pg_timeout
 
@@ -343,17 +360,17 @@ class Group:
 
     @staticmethod
     def on_host(group: ProcessGroup) -> Group:
-        """The group, or one of the same processes if it sends nothing from host memory, as over NCCL alone."""
+        """Return the group, or another one of the same processes if it cannot send from host memory (NCCL alone)."""
         taken = Group(group)
         if taken.has_gloo:
             return taken
         return Group(taken.apart(_on_host))
 
     def _all_called(self) -> bool:
-        """Wait until all members have called, up to the timeout. Over gloo, it is noticed at once who is gone.
+        """Wait until all members have called, up to the timeout. Over gloo, a member that is gone is detected at once.
 
         Returns:
-            False: nobody can tell.
+            False if it cannot be determined.
         """
         if self.has_gloo:
             self.all_gather(None, is_last=True)
@@ -366,7 +383,7 @@ class Group:
 
     @property
     def has_gloo(self) -> bool:
-        """Whether messages from host memory go by gloo."""
+        """True if messages from host memory use gloo."""
         import torch
 
         with suppress(AttributeError, RuntimeError):
@@ -375,7 +392,7 @@ class Group:
 
     @contextmanager
     def _naming_missing(self) -> Iterator[None]:
-        """A call that all members make: an error names those that have not come to it."""
+        """Run a call that all members make, and add the members that have not called to an error."""
         if self._number is None:
             self._meet()
         try:
@@ -387,9 +404,9 @@ class Group:
             raise
 
     def _meet(self) -> None:
-        """Say in the group's store that this member has called, and name those in the log that do not for some seconds.
+        """Record in the group's store that this member has called, and log members that do not call for some seconds.
 
-        They are then waited for as the group waits for anything, up to its timeout.
+        Missing members are then waited for like in any other wait, up to the group's timeout.
         """
         self._number = 0
 
@@ -409,10 +426,11 @@ class Group:
             getLogger("relayout").warning(what, self.index, who, self._limit)
 
     def _name_late(self, message: _Message) -> None:
-        """Name the members in the log that have not come to a message for some seconds.
+        """Log the members that have not reached a message after some seconds.
 
-        Who waits says so in the group's store, at which message, and only then: whoever has not said it is waited for.
-        It works, or stands still: nobody can tell, so that it is waited for as the group waits for anything.
+        A member that waits records the message in the group's store, and only then. Members without a record have not
+        reached it. They may be working or hanging, which cannot be determined, so they are waited for up to the group's
+        timeout.
         """
         number = self._num_messages
         if not self._number or message.is_done.is_set():
@@ -420,24 +438,24 @@ class Group:
         self._ask(lambda store: store.set(f"{self._key(self.index)}/{number}", ""))
         if message.is_done.wait(2 * _QUIET_SECONDS):
             return
-        called = sorted(set(range(self.num_members)) - set(self._missing()))  # The others have been named.
+        called = sorted(set(range(self.num_members)) - set(self._missing()))  # The missing ones were named.
         late = self._ask(lambda store: [one for one in called if not store.check([f"{self._key(one)}/{number}"])])
         if late and not message.is_done.is_set():
             what = "relayout: member %d of a group waits for the members %s, up to its timeout of %s"
             getLogger("relayout").warning(what, self.index, ranks_text(late), self._limit)
 
     def _missing(self) -> list[int]:
-        """The members that have not called; none, if nobody knows."""
+        """Return the members that have not called; an empty list if that cannot be determined."""
         members = range(self.num_members)
         ask: Callable[[Any], list[int]] = lambda store: [one for one in members if not store.check([self._key(one)])]  # noqa: E731
         return (self._ask(ask) if self._number else None) or []
 
     def _ask(self, ask: Callable[[Any], Value]) -> Value | None:
-        """What the group's store answers; None if it is not known, is gone, or its process stands still."""
+        """Return the answer of the group's store; None if the store is not known, is gone, or its process hangs."""
         answers: list[Value] = []
 
         def answer() -> None:
-            with suppress(RuntimeError):  # Of a store that is gone, the message will tell.
+            with suppress(RuntimeError):  # If the store is gone, the message itself raises an error.
                 if (store := self._store) is not None:
                     answers.append(ask(store))
 
@@ -452,7 +470,7 @@ class Group:
 
     @property
     def _store(self) -> Any:
-        """The store by which the members have found each other; None: it is not known."""
+        """The store by which the members have found each other; None if it is not known."""
         from torch.distributed import distributed_c10d
 
         with suppress(AttributeError, KeyError, RuntimeError, ValueError):
@@ -461,7 +479,7 @@ class Group:
 
     @contextmanager
     def collective(self, *, is_last: bool = False) -> Iterator[None]:
-        """A block that all members carry out: at its end, they wait for each other, and one that failed fails all.
+        """Run a block that all members carry out: all wait at its end, and an error of one member fails all.
 
         Args:
             is_last: no message follows in this operation.
@@ -493,7 +511,7 @@ class Group:
 
     @contextmanager
     def telling(self) -> Iterator[None]:
-        """An operation: an error outside of `collective` is raised by all others, at their next message."""
+        """Run an operation: an error outside of `collective` is raised by all other members, at their next message."""
         try:
             yield
         except BaseException as error:
@@ -501,8 +519,8 @@ class Group:
             raise
 
     def fail(self, error: BaseException) -> None:
-        """End an unfinished operation by an error outside of `collective`: all others raise it at the next message."""
-        self._is_inside, self._at_end = False, []  # An interruption may come before the block itself does so.
+        """End an unfinished operation by an error outside of `collective`; all others raise it at the next message."""
+        self._is_inside, self._at_end = False, []  # An interruption may come before the block itself resets these.
         if self.is_quiet() and not self.is_over and os.getpid() == self._process:
             self.is_over = True
             with suppress(OSError):  # The others are gone.
@@ -511,8 +529,8 @@ class Group:
     def broadcast(self, portions: list[tuple[int, torch.Tensor]]) -> None:
         """Send portions of memory, given as (member, memory), from the member that has each to all others.
 
-        In a block of `collective`, at the end of which they are sent. On a device, work that is queued on the current
-        stream from then on sees the bytes.
+        Call this in a block of `collective`; the portions are sent at its end. On a device, work that is queued on the
+        current stream after the block sees the bytes.
         """
         assert self._is_inside, "a broadcast outside of a block, which some members may never reach"
         on_host = all(memory.device.type == "cpu" for _, memory in portions)
@@ -522,7 +540,7 @@ class Group:
         import torch.distributed as dist
 
         on_host = all(memory.device.type == "cpu" for _, memory in portions)
-        # There, members check that they have begun equally many operations, which messages are not.
+        # In this mode, torch checks that all members have begun equally many operations, which is not so for messages.
         is_checked = dist.get_debug_level() == dist.DebugLevel.DETAIL  # type: ignore[attr-defined]
         if self.has_gloo and on_host and not is_checked:
             started = [work for member, memory in portions for work in self._send(member, memory)]
@@ -535,10 +553,10 @@ class Group:
             work.wait()
 
     def _send(self, member: int, memory: torch.Tensor) -> list[Work]:
-        """Start to send what a member has to each other one.
+        """Start to send a member's memory to each other member, or to receive it.
 
-        A broadcast of gloo passes bytes on from member to member, and leaves links idle: eight members behind links of
-        one rate took 1.5 times as long by broadcasts (`tools/run bench clients`).
+        A broadcast of gloo passes bytes on from member to member, and leaves links idle: with eight members behind
+        links of equal rate, broadcasts took 1.5 times as long (`tools/run bench clients`).
         """
         import torch.distributed as dist
 
@@ -552,10 +570,10 @@ class Group:
     ) -> None:
         """Send consecutive parts of host memory to the members, one to each, and receive theirs.
 
-        In a block of `collective`, at the end of which they are sent.
+        Call this in a block of `collective`; the parts are sent at its end.
 
         Args:
-            sent_sizes: bytes of each part; those of `received_sizes` are what the other members send to this one.
+            sent_sizes: bytes of each part to send. `received_sizes` has the bytes that each member sends to this one.
         """
         assert self._is_inside, "an exchange outside of a block, which some members may never reach"
         self._at_end.append((partial(self._all_to_all, sent, sent_sizes, received, received_sizes), False))
@@ -581,7 +599,7 @@ class Group:
 
 
 class Alone(Group):
-    """This process, without others: a group of one, which needs no torch.distributed."""
+    """A group of only this process, which does not need torch.distributed."""
 
     def __init__(self) -> None:
         self.index, self.num_members = 0, 1

@@ -1,4 +1,4 @@
-"""Members of a group that want different slices of the same tensors read their bytes once, together."""
+"""Loads of different slices of the same tensors by members of a group, which read each byte once, together."""
 
 from __future__ import annotations
 
@@ -39,27 +39,27 @@ if TYPE_CHECKING:
     import torch
 
 _NUM_BUFFERS = 4
-"""Ranges that a member has read and not sent yet, or is reading."""
+"""Number of ranges that a member is reading or has read and not sent yet."""
 
 
 @dataclass(frozen=True, slots=True)
 class ExchangePlan:
-    """How a member of a group fills its slices of tensors that are divided among the members."""
+    """The plan by which a member of a group fills its slices of tensors that are divided among the members."""
 
     member: int
     files: tuple[StoredFile, ...]
-    """The files, as they are read."""
+    """The files to read."""
     tensors: Sequence[Divided]
     rounds: Sequence[ExchangeRound]
-    """The rounds, in which all members have planned the same."""
+    """The exchange rounds, which are equal in all members."""
 
     @staticmethod
     def of(group: Group, files: tuple[StoredFile, ...], tensors: Sequence[Divided]) -> ExchangePlan:
-        """Plan it; the slices of `tensors` are those of all members, in their order."""
+        """Plan an exchange; the slices of `tensors` are those of all members, in member order."""
         return ExchangePlan(group.index, files, tensors, plan_exchange(tensors, group.num_members))
 
     def alone(self, offsets: Sequence[int]) -> tuple[Read, ...]:
-        """What this member reads for itself, to memory that has the slices at these offsets."""
+        """Return the reads of this member for itself only, into memory that has the slices at these offsets."""
         return tuple(
             Read(tensor.file, transfer.shifted(source=tensor.offset, target=offset))
             for tensor, offset in zip(self.tensors, offsets, strict=True)
@@ -68,12 +68,12 @@ class ExchangePlan:
         )
 
     def ahead(self) -> list[ExchangedRange]:
-        """What this member reads for all, in order."""
+        """Return the ranges that this member reads for all, in order."""
         return [piece for each in self.rounds for piece in each.ranges if piece.member == self.member]
 
 
 class RunningExchange:
-    """An exchange that has been started: this member reads. The calls come in their order here, by all members."""
+    """An exchange after its reads have started. All members make the calls in the order of these methods."""
 
     def __init__(
         self,
@@ -85,11 +85,11 @@ class RunningExchange:
         offsets: Sequence[int],
         slices: Sequence[Bytes],
     ) -> None:
-        """Start, in a block of `Group.collective`.
+        """Start to read, in a block of `Group.collective`.
 
         Args:
             memory: holds this member's slices, at these offsets.
-            slices: the bytes of each; of one that this member does not hold, any.
+            slices: the bytes of each slice; any bytes for a slice that this member does not hold.
         """
         self._plan, self._slices, self._messages = plan, slices, AllToAll(group)
         self._done = 0
@@ -105,7 +105,7 @@ class RunningExchange:
             raise
 
     def run(self, report: Callable[[int], None]) -> None:
-        """Carry out all rounds, outside of such a block."""
+        """Carry out all rounds, outside of a block of `Group.collective`."""
         me = self._plan.member
         for each in self._plan.rounds:
             messages = self._messages.exchange(each.sent(me), each.received(me), partial(self._fill, each))
@@ -113,7 +113,7 @@ class RunningExchange:
                 if piece.member != me:
                     parts = piece.kept(self._plan.tensors, me)
                     unpack(messages[piece.member], ((self._slices[row], part) for row, part in parts))
-            del messages  # Their memory may be exchanged for more.
+            del messages  # A larger buffer may replace theirs.
             self._done += sum(piece.sizes[me] for piece in each.ranges)
             report(self._done)
 
@@ -131,7 +131,7 @@ class RunningExchange:
                 self._ahead.release()
 
     def finish(self, report: Callable[[int], None]) -> None:
-        """Wait for all bytes, in such a block."""
+        """Wait for all bytes, in a block of `Group.collective`."""
         alone, ahead = self._jobs
         ahead.join()
         alone.join(lambda nbytes: report(self._done + nbytes))
@@ -146,7 +146,7 @@ Item = TypeVar("Item", Read, ExchangedRange)
 
 
 def _needed(files: Sequence[StoredFile], items: Sequence[Item]) -> tuple[tuple[StoredFile, ...], tuple[Item, ...]]:
-    """Only the files that are read, and what is read of them: each file that is opened may be a request."""
+    """Return only the needed files, and the items with their new file numbers: opening a file may be a request."""
     needed = sorted({item.file for item in items})
     position = {file: index for index, file in enumerate(needed)}
     return tuple(files[file] for file in needed), tuple(replace(item, file=position[item.file]) for item in items)
@@ -164,7 +164,7 @@ class ExchangedLoad:
 
     @staticmethod
     def of(group: Group, source: RankSource, plan: ArenaPlan, names: Names, options: Options) -> ExchangedLoad:
-        """A load by these options of what `plan` has of a plain checkpoint."""
+        """Return the load of `plan`, of a plain checkpoint, with these options."""
         assert isinstance(source, PlainRank)
         if options.kind != "cpu":
             raise PlanError(
@@ -211,7 +211,7 @@ class ExchangedLoad:
 
 
 def _divided(source: PlainRank, ranks: Sequence[int], names: Names) -> tuple[list[str], list[Divided]]:
-    """The checkpoint's tensors whose names match, and how they are divided among members that load these ranks."""
+    """Return the names of the tensors that match, and how each is divided among members that load these ranks."""
     checkpoint = source.checkpoint
     all_names = [tensor.name for tensor in checkpoint.tensors]
     rows = range(len(all_names)) if names is None else select(all_names, names)
@@ -228,12 +228,12 @@ def _divided(source: PlainRank, ranks: Sequence[int], names: Names) -> tuple[lis
 
 
 class ReadAhead:
-    """Reads a member's ranges with threads, the next ones before they are needed."""
+    """Threads that read a member's ranges ahead of their use."""
 
     def __init__(
         self, files: tuple[StoredFile, ...], ranges: Sequence[ExchangedRange], access: Access, budget: Budget
     ) -> None:
-        """Start."""
+        """Start the threads."""
         self._ranges = ranges
         self._buffers = [Buffer() for _ in range(_NUM_BUFFERS)]
         self._arrived: dict[int, memoryview] = {}
@@ -246,7 +246,7 @@ class ReadAhead:
         self.job = ThreadedJob(job, self._opened, lambda: None, self._read, numbers, count, self._discard)
 
     def take(self) -> memoryview:
-        """The bytes of the next range, until `release`."""
+        """Wait for the bytes of the next range, and return them; they are valid until `release`."""
         with self._stop.condition:
             self._stop.condition.wait_for(lambda: self._next in self._arrived or self._stop.requested)
             if self._next in self._arrived:
@@ -255,7 +255,7 @@ class ReadAhead:
         raise Stopped("the work was canceled before it was complete")
 
     def release(self) -> None:
-        """The bytes that were taken are no longer used."""
+        """Release the bytes that `take` returned."""
         with self._stop.condition:
             del self._arrived[self._next]
             self._next += 1

@@ -1,9 +1,9 @@
-"""Plans which member of a group reads what, and what it sends to whom. Pure; all members compute the same plan.
+"""Plans of which member of a group reads and sends which bytes. Pure; all members compute the same plan.
 
-Members that load the same rank each read portions of it, which all others get. Members that load different ranks of a
-plain checkpoint hold different slices. Where these are long runs of their own, each member reads its own. All other
-bytes are exchanged: rows of which each member needs a part, and what several members hold. They are cut into ranges; in
-a round, each member reads one and sends every member what is in that member's slices.
+Members that load the same rank each read portions of it, which all others receive. Members that load different ranks of
+a plain checkpoint hold different slices. Slices that are long separate runs are read by the member that holds them. All
+other bytes are exchanged: rows that are split among the members, and bytes that several members hold. They are cut into
+ranges. In a round, each member reads one range, and sends each member the bytes in that member's slices.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     import torch
 
 PORTION_NBYTES = 32 * 2**20
-"""The most bytes of the arena that one member reads before the others get them, about."""
+"""Approximate limit of the arena bytes that one member reads before the others receive them."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -32,7 +32,7 @@ class Portion:
     start: int
     end: int
     reads: tuple[Read, ...]
-    """All reads that fill it. Bytes between them are in no tensor."""
+    """All reads that fill the portion. Bytes between them are in no tensor."""
 
     @property
     def nbytes(self) -> int:
@@ -42,7 +42,7 @@ class Portion:
 
 @dataclass(frozen=True, slots=True)
 class PortionRound:
-    """Portions that are read by all members at the same time; then each sends its own to the others."""
+    """Portions that all members read at the same time; then each member sends its own to the others."""
 
     member: int
     """The number of this member."""
@@ -59,7 +59,7 @@ class PortionRound:
         return sum(portion.nbytes for portion in self.portions if portion.member == self.member)
 
     def within(self, memory: torch.Tensor, start: int = 0) -> list[tuple[int, torch.Tensor]]:
-        """The member that reads each portion, and the portion of memory that begins at the arena's offset `start`."""
+        """Return the reading member and the memory of each portion; `memory` begins at the arena's offset `start`."""
         return [(portion.member, memory[portion.start - start : portion.end - start]) for portion in self.portions]
 
 
@@ -75,11 +75,11 @@ def assign_reads(
 
     Args:
         reads: they do not overlap in the arena.
-        grids: of each file. A long read is cut there, so that no two members read the same block or chunk.
-        start: the arena's offset, a multiple of the block, from which on the reads fill it.
+        grids: of each file. A long read is cut on the grid, so that no two members read the same block or chunk.
+        start: the arena's offset, a multiple of the block, at which the reads begin to fill it.
 
     Returns:
-        Disjoint portions in rising order; together they have each byte of the reads once.
+        Disjoint portions in ascending order; together they contain each byte of the reads once.
     """
     end = max((read.transfer.target_end for read in reads), default=start)
     if end == start:
@@ -106,7 +106,10 @@ def assign_reads(
 
 
 def _starts(reads: Sequence[Read], grids: Sequence[Grid], wanted: Sequence[int]) -> list[int]:
-    """The offsets where portions begin: the wanted ones, inside a read of one run moved down to its file's grid."""
+    """Return the offsets where portions begin: the given ones, some of them moved down.
+
+    An offset inside a read of one run is moved down to the grid of the read's file.
+    """
     runs = sorted((read for read in reads if read.transfer.count == 1), key=lambda read: read.transfer.target)
     targets = [read.transfer.target for read in runs]
     starts = [wanted[0]]
@@ -126,24 +129,27 @@ def _on_grid(offset: int, run: Transfer, grid: Grid) -> int:
 
 
 EXCHANGED_NBYTES = 4 * 2**20
-"""The most bytes that a member reads in a round, and the most that it sends. One block may be sent to all, though."""
+"""Limit of the bytes that a member reads in a round, and of those that it sends.
+
+Only a single block may exceed it, as it may be sent to all members.
+"""
 
 RECEIVED_NBYTES = 16 * 2**20
-"""The most bytes that a member receives in a round."""
+"""Limit of the bytes that a member receives in a round."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Division:
-    """How the members' slices divide a tensor. Equal tensors share it."""
+    """The division of a tensor into the members' slices. Equal tensors share one instance."""
 
     slices: tuple[tuple[Transfer, ...], ...]
-    """Each member's transfers from the tensor's bytes to the slice's; none if it does not hold the tensor."""
+    """Each member's transfers from the tensor's bytes to the slice's; empty if it does not hold the tensor."""
     exchanged: tuple[Extent, ...]
-    """Bytes of the tensor to exchange, rising and apart; empty: each member reads its own slice."""
+    """Bytes of the tensor to exchange, ascending and disjoint; empty: each member reads its own slice."""
 
     @staticmethod
     def of(slices: tuple[tuple[Transfer, ...], ...], max_gap_nbytes: int) -> Division:
-        """Exchange the tensor if members that read on their own would read the same bytes.
+        """Exchange the tensor if members would otherwise read the same bytes more than once.
 
         Args:
             max_gap_nbytes: the largest gap that is read together with the shorter runs around it.
@@ -158,7 +164,7 @@ class Division:
 
 
 def _extents(transfer: Transfer, max_gap_nbytes: int) -> Iterator[Extent]:
-    """The ranges that a read of it alone requests: see `reads`."""
+    """Yield the ranges that a separate read of this transfer requests: see `reads`."""
     gap = transfer.source_stride - transfer.nbytes
     if transfer.count > 1 and transfer.nbytes < max_gap_nbytes and gap <= max_gap_nbytes:
         yield Extent(transfer.source, transfer.source_end - transfer.source)
@@ -172,11 +178,11 @@ class Divided:
 
     file: int
     offset: int
-    """Absolute file offset of its first byte."""
+    """Absolute file offset of the tensor's first byte."""
     division: Division
 
     def sent(self, extent: Extent, member: int) -> Iterator[Transfer]:
-        """The transfers from some bytes of the file to a member's slice."""
+        """Yield the transfers from a range of the file to a member's slice."""
         start, end = extent.offset - self.offset, extent.end - self.offset
         for transfer in self.division.slices[member]:
             for part in transfer.clipped(start, end):
@@ -190,16 +196,16 @@ class ExchangedRange:
     file: int
     extent: Extent
     rows: tuple[int, ...]
-    """The tensors that have bytes in it, in file order."""
+    """The tensors that have bytes in the range, in file order."""
     sizes: tuple[int, ...]
-    """Bytes of each member's slices in it."""
+    """Bytes of each member's slices in the range."""
     member: int = 0
-    """The member that reads it."""
+    """The member that reads the range."""
 
     def kept(self, tensors: Sequence[Divided], member: int) -> Iterator[tuple[int, Transfer]]:
-        """The parts of a member's slices in it, as (row, from the bytes of the range to the slice's).
+        """Yield the parts of a member's slices in the range, as (row, transfer from the range's bytes to the slice's).
 
-        They are `sizes[member]` bytes.
+        Together they are `sizes[member]` bytes.
         """
         for row in self.rows:
             for part in tensors[row].sent(self.extent, member):
@@ -208,18 +214,18 @@ class ExchangedRange:
 
 @dataclass(frozen=True, slots=True)
 class ExchangeRound:
-    """Ranges that are read at the same time, at most one by each member. A message goes from each member to each."""
+    """Ranges that are read at the same time, at most one by each member. Each member sends a message to all others."""
 
     ranges: tuple[ExchangedRange, ...]
     num_members: int
 
     def sent(self, member: int) -> list[int]:
-        """Bytes of its messages to the members; none goes to itself."""
+        """Return the bytes of a member's messages to each member; it sends none to itself."""
         sizes = next((piece.sizes for piece in self.ranges if piece.member == member), (0,) * self.num_members)
         return [size if other != member else 0 for other, size in enumerate(sizes)]
 
     def received(self, member: int) -> list[int]:
-        """Bytes of the messages that it gets from the members."""
+        """Return the bytes of the messages that a member receives from each member."""
         sizes = {piece.member: piece.sizes[member] for piece in self.ranges}
         return [sizes.get(other, 0) if other != member else 0 for other in range(self.num_members)]
 
@@ -231,7 +237,7 @@ def plan_exchange(
     most_nbytes: int = EXCHANGED_NBYTES,
     most_received: int = RECEIVED_NBYTES,
 ) -> list[ExchangeRound]:
-    """Rounds whose ranges have every byte that is exchanged once.
+    """Return rounds with ranges that together contain every exchanged byte once.
 
     Args:
         tensors: they do not overlap in a file.
@@ -245,7 +251,7 @@ def plan_exchange(
         if not free or max(received) > most_received:
             rounds.append([])
             free, received = set(range(num_members)), list(piece.sizes)
-        member = min(free, key=lambda one: (read[one], one))  # That has read the least until now.
+        member = min(free, key=lambda one: (read[one], one))  # The one that has read the least until now.
         free.remove(member)
         read[member] += piece.extent.nbytes
         rounds[-1].append(replace(piece, member=member))
@@ -253,7 +259,7 @@ def plan_exchange(
 
 
 def _pieces(tensors: Sequence[Divided], num_members: int, most_nbytes: int) -> Iterator[ExchangedRange]:
-    """Ranges of single tensors, in file order."""
+    """Yield ranges of single tensors, in file order."""
     for row in sorted(range(len(tensors)), key=lambda row: (tensors[row].file, tensors[row].offset)):
         tensor = tensors[row]
         for extent in tensor.division.exchanged:
@@ -275,7 +281,7 @@ def _piece(tensor: Divided, row: int, start: int, end: int, num_members: int) ->
 
 
 def _joined(pieces: Iterator[ExchangedRange], most_nbytes: int) -> Iterator[ExchangedRange]:
-    """The pieces; small ones that touch are joined."""
+    """Yield the pieces; small ones that touch are joined."""
     last: ExchangedRange | None = None
     for piece in pieces:
         if (
@@ -286,7 +292,7 @@ def _joined(pieces: Iterator[ExchangedRange], most_nbytes: int) -> Iterator[Exch
         ):
             extent = Extent(last.extent.offset, last.extent.nbytes + piece.extent.nbytes)
             sizes = tuple(old + new for old, new in zip(last.sizes, piece.sizes, strict=True))
-            # One tensor may have two pieces in it.
+            # One tensor may have two pieces in the range.
             last = ExchangedRange(last.file, extent, tuple(dict.fromkeys((*last.rows, *piece.rows))), sizes)
             continue
         if last is not None:

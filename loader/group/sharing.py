@@ -1,4 +1,4 @@
-"""A load that the members of a group share: each reads a part from the store, and all get all of it."""
+"""A load that the members of a group share: each reads a part from the store, and all receive all of it."""
 
 from __future__ import annotations
 
@@ -34,19 +34,19 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True)
 class Sharing:
-    """How the members of a group share the reads of a rank."""
+    """The division of a rank's reads among the members of a group."""
 
     group: Group
     what: str
-    """Names what is loaded, for a person."""
+    """Description of the load, for a person."""
     files: tuple[StoredFile, ...]
-    """The files, which prove the chunks that are read of them, if that is asked for."""
+    """The files; with `verify` or a signature, they verify the chunks that are read."""
     grids: Sequence[Grid]
-    """The places where each file is best cut."""
+    """The best places to cut each file."""
     kind: str
     """The kind of the device."""
     believes_none: bool
-    """Whether each member proves what others have read: the checkpoint is signed."""
+    """True if each member verifies the bytes that other members have read, as the checkpoint is signed."""
 
     @staticmethod
     def of(group: Group, source: RankSource, files: tuple[StoredFile, ...], options: Options) -> Sharing:
@@ -67,29 +67,32 @@ class Sharing:
 
     @property
     def is_sent(self) -> bool:
-        """Whether members send each other what they read: what must be proven arrives in host memory, or is not."""
+        """True if members exchange bytes.
+
+        Signed checkpoints are exchanged in host memory only, where each member verifies them.
+        """
         return not self.believes_none or self.kind == "cpu"
 
     def portions(self, reads: Sequence[Read], start: int = 0) -> tuple[Portion, ...]:
-        """Assign the reads that fill the arena from an offset on to the members."""
+        """Assign the reads that fill the arena from the offset `start` on to the members."""
         return assign_reads(reads, self.group.num_members, self.grids, start=start)
 
     def prove(
         self, reads: Sequence[Read], rounds: Sequence[PortionRound], memory: torch.Tensor, start: int, num_threads: int
     ) -> None:
-        """Prove what others have read, where that is wanted; see `prove_received`. All members call this."""
+        """Verify bytes that other members have read, if required; see `prove_received`. All members call this."""
         if self.believes_none:
             with self.group.collective():
                 prove_received(self.files, reads, rounds, memory.numpy().data, start, num_threads)
 
     def identity(self, *others: object) -> tuple[str, str]:
-        """What is loaded, and a digest of the files and of all else that members must have in common."""
+        """Return a description of the load, and a digest of the files and all else that members must agree on."""
         named = [(file.name, file.nbytes, file.proof and file.proof.tensors_digest) for file in self.files]
         return self.what, digest_hex(repr((named, self.kind, self.believes_none, others)).encode())
 
 
 class _SharedStream(Reader):
-    """A stream that the members of a group share: each reads portions of each batch, and gets the others."""
+    """A stream that the members of a group share: each reads portions of each batch, and receives the others."""
 
     def __init__(self, sharing: Sharing) -> None:
         self._sharing = sharing
@@ -121,12 +124,12 @@ class _SharedStream(Reader):
 def stream_together(
     prepare: Callable[[], tuple[RankSource, TensorColumns, Options]], group: Group
 ) -> Iterator[tuple[str, torch.Tensor]]:
-    """Yield one rank's tensors, while all other members of a group, who call this, too, do the same.
+    """Yield one rank's tensors; all members of the group call this, too, and iterate at the same time.
 
-    The last `next`, which ends the iteration, belongs to it.
+    The last `next`, which ends the iteration, is part of the operation.
 
     Args:
-        prepare: returns what this member loads.
+        prepare: returns the source, the tensors and the options of this member.
     """
     with group.telling():
         with error_hints(), group.collective():
@@ -141,9 +144,9 @@ def stream_together(
 
 
 def load_together(asked: Asked, process_group: ProcessGroup) -> dict[str, torch.Tensor]:
-    """Load one rank together with all other members of a group, who call this, too.
+    """Load one rank together with all other members of a group, which call this, too.
 
-    All load the same rank, unless the checkpoint is a plain one.
+    All members load the same rank, unless the checkpoint is a plain one.
     """
     group = Group(process_group)
     with group.telling():
@@ -151,7 +154,7 @@ def load_together(asked: Asked, process_group: ProcessGroup) -> dict[str, torch.
             options, source = asked.options(), asked.source()
             plan = source.arena(asked.names)
             if source.is_plain:
-                from relayout.loader.group.exchange import ExchangedLoad  # Imports what plans.
+                from relayout.loader.group.exchange import ExchangedLoad  # Imports planners.
 
                 shared: SharedLoad = ExchangedLoad.of(group, source, plan, asked.names, options)
             else:
@@ -168,10 +171,10 @@ class SharedLoad(Protocol):
     """A load that all members of a group carry out."""
 
     def identity(self) -> tuple[str, str]:
-        """What is loaded, for a person, and a digest of all that members must have in common."""
+        """Return a description of the load, and a digest of everything that members must agree on."""
 
     def load(self) -> dict[str, torch.Tensor]:
-        """Load, together with the other members, whose identity is the same.
+        """Load, together with the other members. Their `identity` must be equal.
 
         Raises:
             FormatError, PlanError, OSError, MemoryError: as `api.load`, on any member.
@@ -180,7 +183,10 @@ class SharedLoad(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class _LoadAlone:
-    """A load in which each member reads all: what others have read cannot be proven where it would arrive."""
+    """A load in which each member reads all bytes.
+
+    Bytes from other members would arrive where they cannot be verified.
+    """
 
     sharing: Sharing
     plan: ArenaPlan
@@ -255,7 +261,7 @@ class _PortionedLoad:
         base: torch.Tensor,
         report: Callable[[int], None],
     ) -> None:
-        """Send what arrives, round by round."""
+        """Send the bytes that arrive, round by round."""
         done = 0
         for index, each_round in enumerate(rounds):
             with self.sharing.group.collective():
@@ -268,14 +274,15 @@ class _PortionedLoad:
 
 
 def check_same(group: Group, mine: tuple[str, str], *, is_last: bool = False) -> None:
-    """Refuse members that load something else than this one, by what that is and a digest of it.
+    """Raise PlanError if another member loads something else than this one.
 
     Args:
+        mine: description and digest of this member's load.
         is_last: as for `Group.all_gather`.
     """
     for member, (what, digest) in enumerate(group.all_gather(mine, is_last=is_last)):
         if digest != mine[1]:
-            group.is_over = True  # All of them see it.
+            group.is_over = True  # All of them raise this error.
             other = what if what != mine[0] else "other tensors, or another version or conversion, of that"
             raise PlanError(
                 f"group: member {group.index} loads {mine[0]}, member {member} {other};"
@@ -292,14 +299,14 @@ def prove_received(
     start: int,
     num_threads: int,
 ) -> None:
-    """Prove what others have read; what this member has read is proven already, as its files prove what they read.
+    """Verify bytes that other members have read. The files verify the bytes that this member reads itself.
 
-    A chunk that is there completely is hashed. This member reads its bytes of any other chunk itself.
+    A chunk that is complete in memory is hashed. For any other chunk, this member reads its bytes itself.
 
     Args:
         files: of a signed checkpoint.
-        reads: that fill the memory, from the arena's offset `start` on.
-        rounds: in which members have read them.
+        reads: reads that fill the memory, from the arena's offset `start` on.
+        rounds: the rounds in which members have read the bytes.
     """
     received = _received_chunks(files, reads, rounds)
     needed = {part.file: files[part.file] for part in received}
@@ -321,28 +328,31 @@ def prove_received(
 
 @dataclass(frozen=True, slots=True)
 class _ReceivedChunk:
-    """A chunk with bytes in an arena that others have read."""
+    """A chunk that has bytes in an arena which other members have read."""
 
     file: int
     number: int
     extent: Extent
     pieces: Sequence[Transfer]
-    """The transfers of its bytes from the file to the arena."""
+    """The transfers of the chunk's bytes from the file to the arena."""
 
     @property
     def is_whole(self) -> bool:
-        """Whether all of its bytes are in the arena."""
+        """True if all bytes of the chunk are in the arena."""
         return sum(piece.total_nbytes for piece in self.pieces) == self.extent.nbytes
 
     def fill(self, opened: ReadableFile, memory: memoryview, start: int) -> None:
-        """Read it, which proves it, into memory that begins at the arena's offset `start`."""
+        """Read the chunk, which verifies it, into memory that begins at the arena's offset `start`."""
         mine = memoryview(bytearray(self.extent.nbytes))
         opened.read(self.extent.offset, mine)
         for piece in self.pieces:
             copy_runs(mine, memory, piece, -self.extent.offset, -start)
 
     def view(self, memory: memoryview, start: int) -> memoryview:
-        """Its bytes in memory that begins at the arena's offset `start`, put together if they are apart there."""
+        """Return the chunk's bytes in memory that begins at the arena's offset `start`.
+
+        They are copied to new memory if they are not contiguous.
+        """
         if len(self.pieces) == 1 and self.pieces[0].count == 1:
             return memory[self.pieces[0].target - start : self.pieces[0].target_end - start]
         whole = memoryview(bytearray(self.extent.nbytes))
@@ -354,7 +364,7 @@ class _ReceivedChunk:
 def _received_chunks(
     files: Sequence[StoredFile], reads: Sequence[Read], rounds: Sequence[PortionRound]
 ) -> list[_ReceivedChunk]:
-    """The chunks with bytes in the arena that this member has not read itself."""
+    """Return the chunks with bytes in the arena that this member has not read itself."""
     own = [
         (portion.start, portion.end)
         for each_round in rounds

@@ -1,6 +1,6 @@
 """Finds the source of a load: one rank of a converted checkpoint, as stored or at another degree, or of a plain one.
 
-What a load of a rank as stored does not need is imported where it is used.
+Modules that a load of a rank as stored does not need are imported where they are used.
 """
 
 from __future__ import annotations
@@ -69,15 +69,15 @@ class ConvertedRank(RankSource):
     holder: int
     """Position of the rank in the manifest's holders."""
     table: Callable[[], RankTable]
-    """Reads the holder's table, once. FormatError: it is damaged, or of another rank or conversion."""
+    """Reads the holder's table, once. Raises FormatError if it is damaged, or of another rank or conversion."""
     digests: Callable[[], Mapping[str, str]]
-    """Reads the digests of its tensors, by name, once. FormatError: they are damaged."""
+    """Reads the digests of the rank's tensors, by name, once. Raises FormatError if they are damaged."""
     files: Callable[[], tuple[StoredFile, ...]]
     """The rank's files, found once; for errors see `rank_files`."""
 
     @staticmethod
     def of(store: Store, manifest: Manifest, rank: int, holder: int) -> ConvertedRank:
-        """The rank of that position in the manifest's holders. No table is read yet."""
+        """Return the rank at position `holder` in the manifest's holders. No table is read yet."""
         table = once(partial(read_table, store, manifest, holder))
         files = once(partial(rank_files, store, manifest, holder))
         digests = once(lambda: dict(zip(table().names, read_digests(store, manifest, holder), strict=True)))
@@ -86,7 +86,7 @@ class ConvertedRank(RankSource):
 
     @property
     def is_as_stored(self) -> bool:
-        # A slice of whole tensors may be of several pieces.
+        # A slice of whole tensors may consist of several pieces.
         return self.manifest.whole is None or self.holder == self.manifest.num_ranks
 
     def used_files(self) -> tuple[StoredFile, ...]:
@@ -109,7 +109,7 @@ class ConvertedRank(RankSource):
         return replace(contents, digests=self.digests).matching(names)
 
     def arena(self, names: Names = None) -> ArenaPlan:
-        # The manifest has the reads of a whole rank, so that the table is not needed yet.
+        # The manifest contains the reads of a whole rank, so the table is not needed yet.
         entry, files = self.manifest.holders[self.holder], self.files()
         if names is not None:
             rows = select(self.table().names, names)
@@ -134,7 +134,7 @@ class ConvertedRank(RankSource):
 
     @property
     def _shared(self) -> list[bool]:
-        """Whether each file has whole tensors, while the rank has parts of them."""
+        """True for each file that stores whole tensors while the rank has parts of them."""
         shared = frozenset() if self.is_as_stored else self.manifest.shared
         return [index in shared for index in self.manifest.holders[self.holder].files]
 
@@ -145,7 +145,10 @@ class ConvertedRank(RankSource):
 
 
 def contents_of(files: tuple[StoredFile, ...], table: RankTable, shared: Sequence[bool]) -> TensorColumns:
-    """All tensors of a rank of a converted checkpoint, stored in `files`; `shared` are those of whole tensors."""
+    """Return all tensors of a rank of a converted checkpoint, stored in `files`.
+
+    `shared` is True for each file that stores whole tensors.
+    """
     in_whole = [kind.in_whole if any(shared) else () for kind in table.kinds]
     reads: list[tuple[Read, ...]] = []
     for kind, nbytes, file, offset in zip(table.kind_of, table.sizes, table.files, table.offsets, strict=True):
@@ -160,7 +163,7 @@ def contents_of(files: tuple[StoredFile, ...], table: RankTable, shared: Sequenc
 
 
 class LoadOptions(TypedDict, total=False):
-    """The options of `relayout.load`, which explains each, that `iter_load` has, too."""
+    """The options that `relayout.load` and `iter_load` share; `relayout.load` explains each."""
 
     device: str | torch.device
     backend: str
@@ -179,7 +182,7 @@ class LoadOptions(TypedDict, total=False):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Asked:
-    """A load as a caller asks for it: nothing is checked or read yet. `relayout.load` explains the fields."""
+    """The arguments of a load before they are checked or anything is read. `relayout.load` explains the fields."""
 
     path: str | os.PathLike[str] | Store
     rank: int | None = None
@@ -199,7 +202,7 @@ class Asked:
     trust: Trust = None
 
     def options(self) -> Options:
-        """How to load."""
+        """Return the checked options of the load."""
         if self.group is not None and self.into is not None and self.rank is not None:
             what = "group cannot be combined with into and a rank: a group loads a rank into new memory"
             raise PlanError(what, code="option")
@@ -221,14 +224,14 @@ class Asked:
         return options
 
     def source(self) -> RankSource:
-        """Find the rank; what a cache lacks of it is fetched now.
+        """Find the rank; files that a cache does not have are fetched now.
 
         Raises:
-            FormatError, OSError: as `find_rank`, and `changed_rank` of deltas.
-            PlanError: the same; or `verify` is set and the checkpoint is a plain one.
+            FormatError, OSError: as `find_rank`, and `changed_rank` with deltas.
+            PlanError: as both; or `verify` is set and the checkpoint is a plain one.
         """
         rank, tp = self.rank, self.tp
-        if rank is None:  # Whole tensors are those of the one rank of degree 1.
+        if rank is None:  # Whole tensors are those of the single rank of degree 1.
             if tp is not None and (num_ranks := at_least_one(tp, "tp")) > 1:
                 raise PlanError(f"rank: missing, expected 0 to {num_ranks - 1}, as tp is given", code="option")
             rank, tp = 0, 1
@@ -242,14 +245,14 @@ class Asked:
         return found
 
     def check_proven(self, store: Store, *, is_plain: bool) -> None:
-        """Raise PlanError if digests are to be compared, of a plain checkpoint."""
+        """Raise PlanError if digests of a plain checkpoint are to be compared."""
         if self.verify and is_plain:
             what = "cannot be verified: only converted checkpoints have digests"
             raise PlanError(what, path=str(store), code="unsupported")
 
 
 def warn_if_slow(source: RankSource) -> None:
-    """Warn, at the line that called relayout, if there is a faster way to load."""
+    """Warn, at the line that called relayout, if a faster way to load exists."""
     if source.slow_because is not None:
         warn(source.slow_because)
 
@@ -264,13 +267,13 @@ def find_rank(
     progress: Progress = None,
     trust: Trust = None,
 ) -> RankSource:
-    """The rank of the checkpoint at a path or URL, or in a store.
+    """Return the rank of the checkpoint at a path or URL, or in a store.
 
     Args:
         experts: as for `load`.
-        cache: keeps what is in a remote store; what it lacks is fetched now.
-        progress: of what is fetched.
-        trust: whose signature is wanted; see `trust.trusted`, also for errors.
+        cache: keeps files of a remote store; files that it does not have are fetched now.
+        progress: of the files that are fetched.
+        trust: the required signers; see `trust.trusted`, also for errors.
 
     Raises:
         FormatError: relayout.json is damaged; or as `CopyingStore.keep`.
@@ -297,13 +300,13 @@ def find_rank(
 
 
 def _store_of(path: str | os.PathLike[str] | Store, trust: Trust) -> Store:
-    """The store of a path or URL, or the given one, for one load."""
+    """Return the store of a path or URL, or the given one, as a snapshot for one load."""
     given = path if hasattr(path, "snapshot") else find_input(path)
     return trusted(given.snapshot(), trust)
 
 
 def _plain(store: Store, rank: int, tp: int | None, option: CacheOption) -> RankSource:
-    """The rank of a plain checkpoint: in its conversion that a cache keeps, or sliced while it is loaded."""
+    """Return the rank of a plain checkpoint: in a conversion that a cache keeps, or sliced while it is loaded."""
     check_exists(store)
     if tp is None:
         _check_source(store)
@@ -321,7 +324,7 @@ def _plain(store: Store, rank: int, tp: int | None, option: CacheOption) -> Rank
 
 
 def _check_source(store: Store) -> None:
-    """Raise what `read_source` raises: it comes before what a plain checkpoint lacks."""
+    """Raise the errors of `read_source`, which come before the error that the checkpoint is not converted."""
     from relayout.checkpoint.source import read_source
 
     read_source(store)
@@ -330,7 +333,7 @@ def _check_source(store: Store) -> None:
 def changed_rank(
     base: RankSource, tp: int | None, deltas: Paths, experts: str | Iterable[int] | None = None
 ) -> RankSource:
-    """The rank of what deltas make of a checkpoint, in the place of the rank of that.
+    """Return the rank of the result of deltas, instead of the rank of their base.
 
     Raises:
         FormatError: a delta is damaged, or the base is not a converted checkpoint.
@@ -341,7 +344,7 @@ def changed_rank(
 
 
 def _changed(base: Store, deltas: Paths) -> Store:
-    """A store of what deltas make of a checkpoint."""
+    """Return a store of the result of deltas."""
     from relayout.checkpoint.delta import read_deltas, with_deltas
 
     return with_deltas(base, read_deltas(deltas, policy_over(base)))
@@ -350,7 +353,7 @@ def _changed(base: Store, deltas: Paths) -> Store:
 def _rank_of(
     store: Store, manifest: Manifest, rank: int, tp: int | None, experts: str | Iterable[int] | None = None
 ) -> RankSource:
-    """A rank of a converted checkpoint."""
+    """Return a rank of a converted checkpoint."""
     num_ranks = manifest.num_ranks if tp is None else tp
     if num_ranks == manifest.num_ranks:
         check_present(store, manifest, [rank])
@@ -371,7 +374,7 @@ def _kept(
     option: CacheOption,
     progress: Progress,
 ) -> RankSource | None:
-    """The rank of a remote store's copy in a cache; None if there is no cache, or it cannot be used."""
+    """Return the rank of a remote store's copy in a cache; None without a cache, or if it cannot be used."""
     from relayout.cache.copies import copied
     from relayout.cache.folder import cache_of
 
@@ -379,7 +382,7 @@ def _kept(
     if cache is None:
         return None
     try:
-        # Others may write to a cache, too: what is signed is proven when it is read there.
+        # Other processes may write to a cache, too: signed files are verified when they are read from it.
         signed = store if isinstance(store, TrustedStore) else None
         threads = plan_budget(None, None, HOST_BUFFERS, store.cost).threads
         kept = copied(store if signed is None else signed.base, manifest, blob, cache, threads)
@@ -397,7 +400,7 @@ def _kept(
 
 
 def _is_of_cache(error: RelayoutError | OSError, cache: Cache) -> bool:
-    """Whether the cache has failed, and not the store behind it, whose errors are no different without a cache."""
+    """Return True if the cache has failed, not the store behind it; the store's errors also occur without a cache."""
     path = error.filename if isinstance(error, OSError) else error.path
     if _is_full(error) or path is None or scheme_of(path) is not None:
         return _is_full(error)
@@ -405,12 +408,12 @@ def _is_of_cache(error: RelayoutError | OSError, cache: Cache) -> bool:
 
 
 def _is_full(error: RelayoutError | OSError) -> bool:
-    """Whether the drive is full: others may fill it, whatever was reserved."""
+    """Return True if the drive is full: other processes may fill it even after space was reserved."""
     return isinstance(error, OSError) and error.errno in (errno.ENOSPC, errno.EDQUOT)
 
 
 def held_entry(source: RankSource) -> HeldEntry | None:
-    """The entry of a cache that a rank, or the base of deltas, is read from; None: it is not."""
+    """Return the cache entry that a rank, or the base of deltas, is read from; None if it is not from a cache."""
     store = source.store
     while isinstance(store, StoreOver):
         store = store.base
@@ -418,10 +421,10 @@ def held_entry(source: RankSource) -> HeldEntry | None:
 
 
 def doubt_cache(source: RankSource, error: FormatError) -> bool:
-    """Have the entry of a cache in which a load has found damage made again by the next load; the error then says so.
+    """Invalidate the cache entry in which a load has found damage, and add to the error that the next load rebuilds it.
 
     Returns:
-        Whether it will be: else the damage is in another store.
+        True if the entry was invalidated. False: the damage is in another store.
     """
     from relayout.checkpoint.delta import DeltaStore
 
@@ -435,7 +438,7 @@ def doubt_cache(source: RankSource, error: FormatError) -> bool:
 
 
 def doubting(tensors: Iterator[tuple[str, torch.Tensor]], source: RankSource) -> Iterator[tuple[str, torch.Tensor]]:
-    """Yield the tensors of a source; for damage that they show in a cache see `doubt_cache`."""
+    """Yield the tensors of a source; for damage that they reveal in a cache, see `doubt_cache`."""
     try:
         yield from tensors
     except FormatError as error:
@@ -444,7 +447,7 @@ def doubting(tensors: Iterator[tuple[str, torch.Tensor]], source: RankSource) ->
 
 
 def _converted(store: Store, rank: int, tp: int, option: CacheOption) -> RankSource | None:
-    """The rank in a conversion that a cache keeps; None if there is no cache, or it cannot keep one."""
+    """Return the rank in a conversion that a cache keeps; None without a cache, or if it cannot keep one."""
     from relayout.cache.folder import cache_of
 
     cache = cache_of(option)
@@ -471,7 +474,7 @@ class WholeTensors:
     """The plain checkpoint; None: it was converted."""
 
     def content(self) -> str:
-        """Equal for checkpoints of the same content."""
+        """Return a text that is equal for checkpoints of the same content."""
         from relayout.checkpoint.source import identity_of
 
         if self.plain is not None:
@@ -483,7 +486,7 @@ class WholeTensors:
 def find_tensors(
     path: str | os.PathLike[str] | Store, deltas: Paths = (), trust: Trust = None, *, by_transformers: bool = False
 ) -> WholeTensors:
-    """The whole tensors of a checkpoint; those of a converted one are assembled from all ranks.
+    """Return the whole tensors of a checkpoint; those of a converted one are assembled from all ranks.
 
     Args:
         by_transformers: of several models in a plain folder, select the one that transformers loads.

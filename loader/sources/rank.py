@@ -1,4 +1,4 @@
-"""What a load asks of one rank: its tensors in columns, the files that store them, one allocation for them."""
+"""The input of a load of one rank: its tensors in columns, the files that store them, and one allocation for them."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from relayout.storage.system import resident_nbytes
 
 Value = TypeVar("Value")
 Names: TypeAlias = Sequence[str] | str | None
-"""Patterns of names, or a single one; behind a `!`, of what is left out. None: all."""
+"""One pattern of names, or several; a pattern that begins with `!` excludes names. None: all names."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -29,34 +29,34 @@ class StoredFile:
     folder: Store
     name: str
     nbytes: int
-    """Its expected length."""
+    """Expected length of the file."""
     proof: FileProof | None = None
-    """The proof of its content; None for a file of a plain checkpoint, which has none."""
+    """Digests of the file's content; None for a file of a plain checkpoint."""
     version: str | None = None
-    """Its expected version, if its header has been read."""
+    """Expected version of the file, if its header has been read."""
     is_proven: bool = False
-    """Whether all bytes are proven when they are read. It shows no descriptor: all its bytes come by `read`."""
+    """True if all bytes are verified when read. The open file has no descriptor, so that all bytes pass `read`."""
 
     @property
     def where(self) -> str:
-        """Its name in messages."""
+        """The name of the file in messages."""
         return self.folder.location(self.name)
 
     @property
     def path(self) -> Path | None:
-        """Its path; None if its store has no file descriptors."""
+        """The path of the file; None if its store has no file descriptors."""
         return self.folder.path(self.name)
 
     def proven(self) -> StoredFile:
-        """Prove the bytes of the file when they are read."""
+        """Return a file that verifies its bytes when they are read."""
         assert self.proof is not None
         return replace(self, is_proven=True)
 
     def open(self, access: Access) -> ReadableFile:
-        """Open it; for errors see `Store.open`. A file without a version is proven, too.
+        """Open the file; for errors see `Store.open`. A file without a version is verified, too.
 
         Raises:
-            FormatError: the file has neither a version nor a proof.
+            FormatError: the file has neither a version nor digests.
         """
         opened = self.open_unproven(access)
         try:
@@ -66,17 +66,17 @@ class StoredFile:
             raise
 
     def open_unproven(self, access: Access) -> ReadableFile:
-        """Open it; for errors see `Store.open`. Its bytes are for `proving`."""
+        """Open the file without verification; for errors see `Store.open`. Pass the result to `proving`."""
         return self.folder.open(self.name, self.nbytes, access=access, version=self.version)
 
     def proving(self, opened: ReadableFile) -> ReadableFile:
-        """The open file, which proves its bytes if that is wanted, if it has no version, or if its store needs it.
+        """Return the open file, which verifies its bytes if requested, if it has no version, or if its store needs it.
 
         Raises:
-            FormatError: it has neither a version nor a proof; or the digests are damaged.
+            FormatError: it has neither a version nor digests; or the digests are damaged.
         """
         is_proven = self.is_proven or self.folder.cost.needs_digests
-        if (opened.version and not is_proven) or isinstance(opened, Proven):  # By the store, already.
+        if (opened.version and not is_proven) or isinstance(opened, Proven):  # The store verifies.
             return opened
         if self.proof is None:
             raise unversioned(self.where)
@@ -84,11 +84,11 @@ class StoredFile:
 
 
 def cached_nbytes(files: Iterable[StoredFile]) -> int | None:
-    """Bytes of the files in the page cache; None where the system does not tell, or one cannot be opened."""
+    """Return the bytes of the files in the page cache; None if unknown, or if a file cannot be opened."""
     total = 0
     for file in files:
         path = file.folder.path(file.name)
-        if path is None:  # What comes from a server passes by the page cache.
+        if path is None:  # Bytes from a server bypass the page cache.
             continue
         try:
             with path.open("rb") as opened:
@@ -102,12 +102,12 @@ def cached_nbytes(files: Iterable[StoredFile]) -> int | None:
 
 
 def cost_of(files: Sequence[StoredFile]) -> RequestCost:
-    """The cost of requests for files, which are all of one store."""
+    """Return the cost of requests for files, which are all of one store."""
     return files[0].folder.cost if files else LOCAL_COST
 
 
 def files_of(folder: Store, manifest: Manifest, indices: Iterable[int]) -> tuple[StoredFile, ...]:
-    """Files by their positions in the manifest, not checked."""
+    """Return files by their positions in the manifest, without checks."""
 
     def stored(index: int) -> StoredFile:
         file = manifest.files[index]
@@ -117,10 +117,12 @@ def files_of(folder: Store, manifest: Manifest, indices: Iterable[int]) -> tuple
 
 
 def rank_files(folder: Store, manifest: Manifest, rank: int) -> tuple[StoredFile, ...]:
-    """The files of a rank, or of another holder. Their lengths are checked, of remote ones by whoever reads them.
+    """Return the files of a rank, or of another holder, after checking their lengths.
+
+    The lengths of remote files are checked when they are read.
 
     Raises:
-        FormatError: one is missing, leads out of the folder, or has another length than the manifest says.
+        FormatError: a file is missing, leads out of the folder, or has another length than in the manifest.
         OSError: `stat` failed.
     """
     files = files_of(folder, manifest, manifest.holders[rank].files)
@@ -135,41 +137,43 @@ def rank_files(folder: Store, manifest: Manifest, rank: int) -> tuple[StoredFile
 
 
 def _complete_ranks(folder: Store, manifest: Manifest) -> Iterator[int]:
-    """The ranks whose files are all in a local folder: a tool may have copied the files of some ranks only."""
+    """Yield the ranks with all files in a local folder: a tool may have copied the files of some ranks only."""
     there = {index for index, file in enumerate(manifest.files) if folder.stat(file.name) is not None}
     yield from (rank for rank in manifest.present if there.issuperset(manifest.holders[rank].files))
 
 
 @dataclass(frozen=True, slots=True)
 class TensorColumns:
-    """Tensors of one rank, in columns of equal length, in file order. A column that nobody needs is empty."""
+    """Tensors of one rank, in columns of equal length, in file order. A column that is not needed is empty."""
 
     names: Sequence[str]
     dtypes: Sequence[str]
     shapes: Sequence[tuple[int, ...]]
     """The shapes of the slices, in elements."""
     files: tuple[StoredFile, ...] = ()
-    """The files that `reads` read."""
+    """The files that `reads` refers to."""
     reads: Sequence[tuple[Read, ...]] = ()
     """The reads that fill each tensor. Their targets are relative to its first byte; an empty tensor has none."""
     digests: Callable[[], Mapping[str, str]] | None = None
-    """Reads the digests of the stored bytes, by name, of these tensors at least; None: there are none, as in a plain
-    checkpoint. FormatError: they are damaged."""
+    """Function that reads the digests of the stored bytes, by name, of at least these tensors.
+
+    None if the checkpoint has no digests, like a plain one. It raises FormatError if they are damaged.
+    """
     offsets: Sequence[int] = ()
-    """The places of the first bytes in an arena, multiples of `ARENA_ALIGNMENT`."""
+    """Offsets of the first bytes in an arena, multiples of `ARENA_ALIGNMENT`."""
     parts: Sequence[Slice] = ()
-    """The part of the whole tensor that each is."""
+    """The part of the whole tensor that each tensor is."""
     source_shapes: Sequence[tuple[int, ...]] = ()
     """The shapes of the whole tensors, in elements."""
 
     def sizes(self) -> list[int]:
-        """Bytes of each tensor."""
+        """Return the bytes of each tensor."""
         if self.reads:
             return [sum(read.transfer.total_nbytes for read in reads) for reads in self.reads]
         return [num_bytes(dtype, shape) or 0 for dtype, shape in zip(self.dtypes, self.shapes, strict=True)]
 
     def rows(self, rows: Sequence[int]) -> TensorColumns:
-        """Some of the tensors, and only the files that they need."""
+        """Return some of the tensors, and only the files that they need."""
         reads = _picked(self.reads, rows)
         needed = sorted({read.file for tensor in reads for read in tensor})
         position = {file: index for index, file in enumerate(needed)}
@@ -186,11 +190,11 @@ class TensorColumns:
         )
 
     def matching(self, names: Names) -> TensorColumns:
-        """The tensors whose names match; for errors see `select`."""
+        """Return the tensors with names that match; for errors see `select`."""
         return self if names is None else self.rows(select(self.names, names))
 
     def at(self, offsets: Sequence[int]) -> TensorColumns:
-        """Put the tensors at these offsets of an arena."""
+        """Return the tensors at these offsets of an arena."""
         return replace(self, offsets=offsets)
 
 
@@ -199,12 +203,12 @@ def _picked(column: Sequence[Value], rows: Sequence[int]) -> Sequence[Value]:
 
 
 def select(names: Sequence[str], patterns: Sequence[str] | str) -> list[int]:
-    """The rows of the names that match, or equal, at least one of the patterns (see `core.arguments`).
+    """Return the rows of the names that match, or equal, at least one of the patterns (see `core.arguments`).
 
-    What matches a pattern behind a `!` is left out; with such patterns only, all others are selected.
+    A pattern that begins with `!` excludes the names that it matches. If all patterns do, all other names are selected.
 
     Raises:
-        PlanError: a pattern is invalid, or matches no name; or all names are left out.
+        PlanError: a pattern is invalid, or matches no name; or all names are excluded.
     """
     listed = [patterns] if isinstance(patterns, str) else list(patterns) if isinstance(patterns, Iterable) else None
     if listed is None or not all(isinstance(pattern, str) for pattern in listed):
@@ -238,11 +242,11 @@ def select(names: Sequence[str], patterns: Sequence[str] | str) -> list[int]:
 
 @dataclass(frozen=True, slots=True)
 class ArenaPlan:
-    """One allocation for tensors, and how it is filled."""
+    """One allocation for tensors, and the reads that fill it."""
 
     files: tuple[StoredFile, ...]
     reads: tuple[Read, ...]
-    """What fills the arena. Targets do not overlap."""
+    """The reads that fill the arena. Their targets do not overlap."""
     arena_nbytes: int
     nbytes: int
     """Bytes of the tensors."""
@@ -251,14 +255,14 @@ class ArenaPlan:
 
 
 def pack(tensors: TensorColumns) -> ArenaPlan:
-    """The plan for an arena that holds just these tensors."""
+    """Return the plan for an arena that holds just these tensors."""
     sizes = tensors.sizes()
     layout = place(tensors.reads, sizes)
     return ArenaPlan(tensors.files, layout.reads, layout.nbytes, sum(sizes), lambda: tensors.at(layout.offsets))
 
 
 def place_at(tensors: Sequence[tuple[Read, ...]], offsets: Sequence[int]) -> tuple[Read, ...]:
-    """The reads of tensors that are at given arena offsets."""
+    """Return the reads of tensors at given arena offsets."""
     return tuple(
         Read(read.file, read.transfer.shifted(target=offset))
         for reads, offset in zip(tensors, offsets, strict=True)
@@ -267,7 +271,7 @@ def place_at(tensors: Sequence[tuple[Read, ...]], offsets: Sequence[int]) -> tup
 
 
 def batches(sizes: Sequence[int], limit: int) -> Iterator[range]:
-    """Divide tensors, in order, into batches of at most `limit` bytes; a larger tensor is a batch of its own."""
+    """Divide tensors, in order, into batches of at most `limit` bytes; a larger tensor is a separate batch."""
     first = total = 0
     for row, nbytes in enumerate(sizes):
         padded = align_up(nbytes, ARENA_ALIGNMENT)
@@ -288,13 +292,13 @@ class Pieces(Protocol):
 
     @property
     def files(self) -> tuple[StoredFile, ...]:
-        """The files that `reads` read."""
+        """The files that `reads` refers to."""
 
     def axes(self, row: int) -> set[int]:
-        """The axes along which a part of a tensor can be read alone, besides axis 0."""
+        """Return the axes, besides axis 0, along which a part of a tensor can be read separately."""
 
     def reads(self, row: int, wanted: Slice) -> tuple[Read, ...]:
-        """The reads that fill a slice of one whole tensor; their targets are relative to its first byte.
+        """Return the reads that fill a slice of one whole tensor; their targets are relative to its first byte.
 
         Raises:
             FormatError: a rank table is damaged.
@@ -302,7 +306,7 @@ class Pieces(Protocol):
         """
 
     def metadata(self) -> Mapping[str, str]:
-        """The entries of `__metadata__` that all files share.
+        """Return the entries of `__metadata__` that all files share.
 
         Raises:
             FormatError: a header is damaged.
@@ -310,7 +314,7 @@ class Pieces(Protocol):
 
 
 def parts_of(pieces: Pieces, wanted: Mapping[int, Slice]) -> TensorColumns:
-    """Slices of whole tensors, by their rows, in this order; for errors see `Pieces.reads`."""
+    """Return slices of whole tensors, by their rows, in this order; for errors see `Pieces.reads`."""
     columns = pieces.columns
     return TensorColumns(
         [columns.names[row] for row in wanted],
@@ -337,17 +341,17 @@ class RankSource(ABC):
 
     @property
     def is_plain(self) -> bool:
-        """Whether the checkpoint was not converted: this is a `PlainRank`."""
+        """True if the checkpoint was not converted: this is a `PlainRank`."""
         return False
 
     @property
     def is_as_stored(self) -> bool:
-        """Whether the bytes of every tensor are contiguous in a file."""
+        """True if the bytes of every tensor are contiguous in a file."""
         return False
 
     @abstractmethod
     def contents(self, names: Names = None) -> TensorColumns:
-        """The tensors whose names match, with what to read.
+        """Return the tensors with names that match, and the reads that fill them.
 
         Raises:
             FormatError: the manifest's other files, or the plain checkpoint, are damaged.
@@ -363,9 +367,9 @@ class RankSource(ABC):
         return pack(self.contents(names))
 
     def columns(self) -> TensorColumns:
-        """All of the rank's tensors, with their parts and without reads; for errors see `contents`."""
+        """Return all of the rank's tensors, with their parts and without reads; for errors see `contents`."""
         return self.pieces().columns
 
     def used_files(self) -> tuple[StoredFile, ...]:
-        """The files that have the rank's bytes; for errors see `contents`."""
+        """Return the files that store the rank's bytes; for errors see `contents`."""
         return self.contents().files

@@ -1,6 +1,6 @@
-"""Any part of a tensor from what is stored: another degree, whole tensors, parts of one tensor, and plain checkpoints.
+"""Reads any part of a tensor from stored slices: for another degree, whole tensors, parts, and plain checkpoints.
 
-What only one of these needs is imported where it is used.
+Modules that only one of these cases needs are imported where they are used.
 """
 
 from __future__ import annotations
@@ -28,9 +28,9 @@ from relayout.loader.sources.rank import Names, RankSource, StoredFile, TensorCo
 from relayout.storage.stores import Store
 
 _MAX_WORK = 2**24
-"""Ranges to look at. No plan comes near; what others cut may."""
+"""Limit of the ranges to compare. Built-in plans do not come near it; plans of other programs may."""
 _MAX_GATHERED = 2**12
-"""Slices whose reads are kept, for other tensors that are alike."""
+"""Number of slices for which reads are cached, for other tensors of the same form."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,13 +41,13 @@ class StoredSlice:
     file: int
     """Position in the list of files."""
     offset: int
-    """Absolute offset of its first byte."""
+    """Absolute offset of the slice's first byte."""
 
 
 def gather(dtype: str, shape: tuple[int, ...], wanted: Slice, stored: Sequence[StoredSlice]) -> tuple[Read, ...]:
-    """The reads that fill a slice of a tensor; their targets are relative to its first byte.
+    """Return the reads that fill a slice of a tensor; their targets are relative to its first byte.
 
-    Where several stored slices have the next elements, the one with the longest run is read; of equals, the first.
+    If several stored slices have the next elements, the one with the longest run is read; of equals, the first.
     """
     axis = max((axis for part in (wanted, *(one.part for one in stored)) for axis in part.axes), default=None)
     if not shape or axis is None:
@@ -72,20 +72,23 @@ class _Stretch(NamedTuple):
     """Consecutive rows, or consecutive elements of rows, that a slice has."""
 
     start: int
-    """The first of them in the tensor."""
+    """Position of the first one in the tensor."""
     length: int
     place: int
-    """The first of them in the slice."""
+    """Position of the first one in the slice."""
 
     @property
     def end(self) -> int:
-        """The one after the last in the tensor."""
+        """Position after the last one in the tensor."""
         return self.start + self.length
 
 
 @dataclass(frozen=True, slots=True)
 class _Table:
-    """A slice as a table: a row is an index of all axes before the last cut one, a column an element of that one."""
+    """A slice as a table.
+
+    A row is an index of all axes before the last cut one. A column is an element of the last cut axis.
+    """
 
     rows: Sequence[_Stretch]
     columns: Sequence[_Stretch]
@@ -94,18 +97,18 @@ class _Table:
 
 
 class _Held(NamedTuple):
-    """Columns of a stored slice, which has a band of rows."""
+    """Columns of a stored slice that contains a band of rows."""
 
     stored: StoredSlice
     width: int
-    """Elements of its rows."""
+    """Elements of a row of the slice."""
     row: int
-    """The one of its rows that is the first of the band."""
+    """The row of the slice that is the first row of the band."""
     columns: _Stretch
 
 
 def _held(stored: StoredSlice, table: _Table, band: _Stretch) -> Iterator[_Held]:
-    """The columns that a stored slice has of a band: of all of its rows, or none."""
+    """Yield the columns that a stored slice has of a band: it has all rows of the band, or none."""
     for rows in table.rows:
         if rows.start <= band.start < rows.end:
             for columns in table.columns:
@@ -113,7 +116,7 @@ def _held(stored: StoredSlice, table: _Table, band: _Stretch) -> Iterator[_Held]
 
 
 def _bands(wanted: Sequence[_Stretch], stored: Sequence[_Stretch]) -> Iterator[_Stretch]:
-    """The wanted rows, in bands that no stored slice has in part."""
+    """Yield the wanted rows in bands, such that each stored slice contains a band completely or not at all."""
     borders = sorted({border for rows in stored for border in (rows.start, rows.end)})
     for rows in wanted:
         inside = borders[bisect_right(borders, rows.start) : bisect_left(borders, rows.end)]
@@ -123,7 +126,7 @@ def _bands(wanted: Sequence[_Stretch], stored: Sequence[_Stretch]) -> Iterator[_
 
 @dataclass(frozen=True, slots=True)
 class _Gathering:
-    """A tensor whose slice is put together, and the last axis along which its slices are cut."""
+    """A tensor to assemble a slice of, and the last axis along which its slices are cut."""
 
     dtype: str
     shape: tuple[int, ...]
@@ -132,7 +135,7 @@ class _Gathering:
     """Bits of a column in a row."""
 
     def table(self, part: Slice) -> _Table:
-        """A slice as rows and columns."""
+        """Return a slice as rows and columns."""
         ranges = part.ranges_along(self.axis)
         columns = positions([(0, self.shape[self.axis])] if ranges is None else ranges)
         rows = row_runs(part, self.shape, self.axis)
@@ -141,7 +144,7 @@ class _Gathering:
         )
 
     def pieces(self, wanted: _Stretch, held: Sequence[_Held]) -> Iterator[tuple[_Held, _Stretch]]:
-        """Stored columns that together fill wanted ones of a band, each with those of the wanted ones that it fills."""
+        """Yield stored columns that together fill the wanted ones of a band, each with those that it fills."""
         start = wanted.start
         while start < wanted.end:
             having = [one for one in held if one.columns.start <= start < one.columns.end]
@@ -154,7 +157,7 @@ class _Gathering:
             start = end
 
     def reads(self, source: _Held, band: _Stretch, piece: _Stretch, width: int) -> Iterator[Read]:
-        """The read of some columns of a band, from a stored slice to the wanted one with rows of `width` elements."""
+        """Yield the read of columns of a band, from a stored slice to the wanted one with rows of `width` elements."""
         column = source.columns.place + piece.start - source.columns.start
         begin, place, nbytes = self._nbytes(column), self._nbytes(piece.place), self._nbytes(piece.length)
         source_stride, target_stride = self._nbytes(source.width), self._nbytes(width)
@@ -169,7 +172,7 @@ class _Gathering:
             yield Read(source.stored.file, transfer.normalized())
 
     def _nbytes(self, num_columns: int) -> int:
-        """Bytes of so many columns in a row."""
+        """Return the bytes of `num_columns` columns in a row."""
         num_bits = num_columns * self.column_bits
         if num_bits % 8:
             what = f"a cut of {self.dtype} {list(self.shape)} along dim {self.axis} falls inside a byte"
@@ -212,7 +215,7 @@ class ReshardedRank(RankSource):
     """The wanted slice of each source tensor."""
 
     def contents(self, names: Names = None) -> TensorColumns:
-        # Of the slices that have an element, prefer that of the rank at the same place.
+        # If several slices have an element, prefer the slice of the rank at the same place.
         first = self.rank * self.ranks.manifest.num_ranks // self.num_ranks
         return self.ranks.assemble(self.wanted, first).matching(names)
 
@@ -223,13 +226,7 @@ class ReshardedRank(RankSource):
 def resharded_rank(
     store: Store, manifest: Manifest, rank: int, num_ranks: int, experts: str | Iterable[int] | None = None
 ) -> ReshardedRank:
-    """Read the source record, and plan by the rules in it alone; at another degree, with the folder's config.json.
-
-    Args:
-        store, manifest: the folder.
-        rank, num_ranks: the rank, and its degree.
-        experts: the experts that it has, each whole, as for `load`; None: what the rules give it.
-    """
+    """Read the source record, and plan by its rules alone; at another degree, also with the folder's config.json."""
     from relayout.plans.division import with_experts
     from relayout.plans.plan import TensorInfo, TensorList
     from relayout.plans.planner import recorded_plan, recorded_rules
@@ -248,7 +245,7 @@ def resharded_rank(
 
 
 def whole_pieces(store: Store, manifest: Manifest) -> ReshardedPieces:
-    """The whole tensors."""
+    """Return the whole tensors."""
     if manifest.whole is None:
         check_present(store, manifest, range(manifest.num_ranks))
     record = read_record(store, manifest)
@@ -277,7 +274,7 @@ class ReshardedPieces:
 
     columns: TensorColumns
     tensors: Sequence[int]
-    """Their positions in the record."""
+    """Positions of the tensors in the record."""
     ranks: Ranks
 
     def axes(self, row: int) -> set[int]:
@@ -298,16 +295,16 @@ class ReshardedPieces:
 
 
 class Ranks:
-    """The slices of all ranks, from which others are assembled. Reads each rank table on demand, once. Thread-safe."""
+    """The slices of all ranks, to assemble other slices from. Reads each rank table on demand, once. Thread-safe."""
 
     def __init__(self, store: Store, manifest: Manifest, record: SourceRecord) -> None:
         self.store = store
         self.manifest = manifest
         self.record = record
-        # In the order of the manifest, so that positions do not depend on the order in which threads open tables.
+        # In the manifest's order, so that positions do not depend on the order in which threads open tables.
         self.files = files_of(store, manifest, range(len(manifest.files)))
         self._gathered: dict[tuple[object, ...], tuple[Read, ...]] = {}
-        """Reads as of `_gather`, which tensors that are alike share."""
+        """Results of `_gather`, which tensors of the same form share."""
         self._tables: dict[int, tuple[RankTable, Mapping[str, int]]] = {}
         self._lock = threading.Lock()
         remake_in_child(self)
@@ -316,7 +313,7 @@ class Ranks:
         self._lock = threading.Lock()
 
     def assemble(self, wanted: Sequence[Slice], first: int) -> TensorColumns:
-        """The wanted slice of each source tensor, in file order.
+        """Return the wanted slice of each source tensor, in file order.
 
         Args:
             first: the rank to prefer for elements that several hold, then the ranks after it.
@@ -331,10 +328,10 @@ class Ranks:
             files=self.files,
             reads=[reads for _, reads in rows],
         )
-        return columns.rows(range(len(rows)))  # Of the files, only those that are needed.
+        return columns.rows(range(len(rows)))  # Only the needed files.
 
     def reads(self, t: int, wanted: Slice, first: int = 0) -> tuple[Read, ...]:
-        """The reads that fill a slice of one source tensor, from `files`; the rest as for `assemble`."""
+        """Return the reads that fill a slice of one source tensor, from `files`; `first` is as for `assemble`."""
         alike = self.record.dtypes[t], self.record.shapes[t], self.record.cut_of[t], wanted, first
         gathered = self._gathered.get(alike)
         if gathered is None:
@@ -344,7 +341,7 @@ class Ranks:
         return self._locate(t, gathered)
 
     def _gather(self, t: int, wanted: Slice, first: int) -> tuple[Read, ...]:
-        """The reads of ranks' slices that fill a slice; their `file` is the rank."""
+        """Return the reads that fill a slice from ranks' slices; their `file` is the rank."""
         record, count = self.record, self.manifest.num_ranks
         order = ((first + i) % count for i in range(count))
         slices = record.cut(t).slices
@@ -361,11 +358,14 @@ class Ranks:
             raise
 
     def _has(self, holder: int) -> bool:
-        """Whether the folder has a rank, or the whole tensors."""
+        """Return True if the folder has a rank, or the whole tensors."""
         return holder in self.manifest.holders
 
     def _is_best_of_whole(self, t: int, wanted: Slice) -> bool:
-        """Whether a slice is contiguous in the whole tensor, or no rank has another part of it in files of its own."""
+        """Return True if a slice is best read from the whole tensor.
+
+        It is contiguous there, or every rank's slice is contiguous there and so is not in files of its own.
+        """
         dtype, shape = self.record.dtypes[t], self.record.shapes[t]
         apart = self.record.cut(t).tensor(dtype, shape).transfers
         return all(transfer.count == 1 for transfer in slice_transfers(dtype, shape, wanted)) or all(
@@ -373,8 +373,8 @@ class Ranks:
         )
 
     def _locate(self, t: int, reads: tuple[Read, ...]) -> tuple[Read, ...]:
-        """Reads of rank files, for reads as of `_gather`."""
-        if not reads:  # Believe that there are no bytes only if a table says so, too.
+        """Return reads of rank files, for the reads that `_gather` returned."""
+        if not reads:  # If a slice has no bytes, check this in a table, too.
             slices = self.record.cut(t).slices
             present = self.manifest.present
             self._find(t, next((rank for rank in present if slices[rank].is_held), present[0]))
@@ -386,7 +386,7 @@ class Ranks:
         return tuple(located)
 
     def _find(self, t: int, rank: int) -> tuple[RankTable, int]:
-        """A rank's table, and the row of a tensor, which is as the source record has it."""
+        """Return a rank's table, and the row of a tensor, after checking it against the source record."""
         record, (table, row_of) = self.record, self._open(rank)
         row = row_of.get(record.names[t], -1)
         slices = record.cut(t).slices
@@ -402,7 +402,7 @@ class Ranks:
         return table, row
 
     def _open(self, rank: int) -> tuple[RankTable, Mapping[str, int]]:
-        """A rank's table, and its rows by name."""
+        """Return a rank's table, and its rows by name."""
         with self._lock:  # Each table is parsed once.
             if rank not in self._tables:
                 rank_files(self.store, self.manifest, rank)
@@ -417,7 +417,7 @@ class PlainRank(RankSource):
 
     checkpoint: SourceCheckpoint
     cuts: Sequence[Cut]
-    """The cut of each of its tensors."""
+    """The cut of each tensor of the checkpoint."""
 
     @property
     def tensors(self) -> list[tuple[SourceTensor, Cut]]:
@@ -478,7 +478,7 @@ class PlainRank(RankSource):
 
 
 def plain_rank(store: Store, rank: int, num_ranks: int, *, by_transformers: bool = False) -> PlainRank:
-    """Read the headers, and plan; `by_transformers` as for `read_source`."""
+    """Read the headers, and plan; `by_transformers` is as for `read_source`."""
     from relayout.plans.planner import plan_by, plan_for
 
     checkpoint = read_source(store, by_transformers=by_transformers)

@@ -1,4 +1,4 @@
-"""Parses what a person writes: integers, sizes such as "48GB", ranks such as "0-3", and patterns of tensor names.
+"""Parses text that a person writes: integers, sizes such as "48GB", ranks such as "0-3", and patterns of tensor names.
 
 Patterns are those of plans and of `load(names=...)`: `*` matches one or more characters except dots, `**` any text,
 `{a,b}` one of the words, `#` a number of at most 9 digits. All other characters match themselves. A pattern matches
@@ -29,11 +29,11 @@ Function = TypeVar("Function", bound=Callable[..., Any])
 
 
 def takes(options: type[Any], parsed: type[Any]) -> Callable[[Function], Function]:
-    """Return a decorator for functions with `**options: Unpack[...]`: they show each option, and refuse all others.
+    """Return a decorator for functions with `**options: Unpack[...]`: they show each option, and reject all others.
 
     Args:
         options: the TypedDict with the names and types of the options.
-        parsed: the dataclass with a field for each of them, which has its default and checks its value.
+        parsed: the dataclass with a field for each option, which has its default and checks its value.
     """
     fields = [one for name, one in signature(parsed).parameters.items() if name in options.__optional_keys__]
 
@@ -56,10 +56,10 @@ def takes(options: type[Any], parsed: type[Any]) -> Callable[[Function], Functio
 
 
 def size(value: int | str, what: str) -> int:
-    """A number of bytes, given as an integer, or as text: "4096", "64K", "64KiB" (powers of 1024), "48GB" (of 1000).
+    """Return bytes, from an integer or from text: "4096", "64K", "64KiB" (powers of 1024), "48GB" (of 1000).
 
     Raises:
-        PlanError: the value is not a size, or a text of more than 2**63 - 1 bytes. The message calls it `what`.
+        PlanError: the value is not a size, or a text of more than 2**63 - 1 bytes. The message contains `what`.
     """
     if not isinstance(value, str):
         return integer(value, what)
@@ -78,12 +78,12 @@ def size(value: int | str, what: str) -> int:
 
 
 def integer(value: object, what: str) -> int:
-    """The value as an `int`; numpy integers are accepted.
+    """Return the value as an `int`; numpy integers are accepted.
 
     Raises:
-        PlanError: the value is a bool or not an integer. The message calls it `what`.
+        PlanError: the value is a bool or not an integer. The message contains `what`.
     """
-    # Of numpy 1, bools are indices too.
+    # In numpy 1, bools are indices too.
     if not isinstance(value, bool) and getattr(getattr(value, "dtype", None), "kind", "i") != "b":
         try:
             return operator.index(value)  # type: ignore[arg-type]
@@ -93,7 +93,7 @@ def integer(value: object, what: str) -> int:
 
 
 def at_least_one(value: object, what: str) -> int:
-    """The value as an `int` of at least 1; otherwise as `integer`."""
+    """Return the value as an `int` of at least 1; for other errors see `integer`."""
     number = integer(value, what)
     if number < 1:
         raise PlanError(f"{what}: {number}, expected 1 or more", code="option")
@@ -101,7 +101,11 @@ def at_least_one(value: object, what: str) -> int:
 
 
 def path_text(path: str | os.PathLike[str], what: str = "path", expected: str = "") -> str:
-    """A path or URL as text. PlanError: it is neither text nor a path; `what` it is, and what is `expected` of it."""
+    """Return a path or URL as `str`.
+
+    Raises:
+        PlanError: the value is neither text nor a path. The message contains `what` and `expected`.
+    """
     if not isinstance(path, str | os.PathLike):
         expected = expected or "the path of a folder, or a URL as text"
         raise PlanError(f"{what}: {shown(path)}, expected {expected}", code="option")
@@ -109,12 +113,16 @@ def path_text(path: str | os.PathLike[str], what: str = "path", expected: str = 
 
 
 def folder_text(path: str | os.PathLike[str] | None, what: str) -> str | None:
-    """The path of a folder as text, or None. PlanError: it is neither text nor a path; `what` it is."""
+    """Return the path of a folder as `str`, or None.
+
+    Raises:
+        PlanError: the value is neither text nor a path. The message contains `what`.
+    """
     return None if path is None else path_text(path, what, "the path of a folder")
 
 
 def check_named(value: object, what: str) -> None:
-    """Raise PlanError unless the value is a mapping by names; `what` it is."""
+    """Raise PlanError unless the value is a mapping by names. The message contains `what`."""
     if not isinstance(value, Mapping):
         raise PlanError(f"{what} is a {type(value).__name__}, expected tensors by name", code="option")
     if odd := [name for name in value if not isinstance(name, str)]:
@@ -122,16 +130,16 @@ def check_named(value: object, what: str) -> None:
 
 
 def ranks(value: str | Iterable[int], num_ranks: int) -> tuple[int, ...]:
-    """Ranks, as `numbers`: from 0 to `num_ranks` - 1."""
+    """Return ranks from 0 to `num_ranks` - 1; see `numbers`."""
     return numbers(value, num_ranks, "ranks", f"tensor-parallel degree {num_ranks}")
 
 
 def numbers(value: str | Iterable[int], count: int, what: str, because: str) -> tuple[int, ...]:
-    """Numbers, rising and each once, given as integers or as text such as "0-3,8" (ends are included).
+    """Return numbers, ascending and without duplicates, given as integers or as text such as "0-3,8" (ends included).
 
     Args:
         value: the numbers.
-        count: they are from 0 to `count` - 1.
+        count: numbers are from 0 to `count` - 1.
         what: their name in messages.
         because: the reason for that limit, in messages.
 
@@ -147,20 +155,20 @@ def numbers(value: str | Iterable[int], count: int, what: str, because: str) -> 
         raise PlanError(f"{what}: {shown(value)}, expected numbers, or a list such as 0-3,8", code="option")
     else:
         pairs = [(number, number) for number in (integer(item, what) for item in value)]
-    # Before they are listed: the text may name any number.
+    # Checked before they are listed, because the text may contain any number.
     if not pairs or min(min(pairs)) < 0 or max(last for _, last in pairs) >= count:
         raise PlanError(f"{what}: {shown(value)}, expected some of 0 to {count - 1} ({because})", code="option")
     return tuple(sorted({number for first, last in pairs for number in range(first, last + 1)}))
 
 
 def ranks_text(ranks: Iterable[int]) -> str:
-    """Rising ranks as a person writes them, and as `ranks` reads them: "0-3,8"."""
+    """Return ascending ranks in the form that `ranks` reads: "0-3,8"."""
     groups = [[rank for _, rank in group] for _, group in groupby(enumerate(ranks), lambda item: item[1] - item[0])]
     return ",".join(str(group[0]) if len(group) == 1 else f"{group[0]}-{group[-1]}" for group in groups)
 
 
 MAX_PATTERNS = 4096
-"""How many compiled patterns are kept."""
+"""Number of compiled patterns that are cached."""
 
 _MAX_OPEN_WILDCARDS, _MAX_WORD_TRIES, _MAX_LENGTH = 2, 64, 512
 """Limits of a pattern, see `slow_because`."""
@@ -173,15 +181,15 @@ _VALID = re.compile(r"(?:[^{}]|\{[^{}*#]*\})*\Z")
 
 
 def invalid_because(pattern: str) -> str | None:
-    """Why the pattern is invalid, for a message; None if it is valid."""
+    """Return why the pattern is invalid, for a message; None if it is valid."""
     return None if _VALID.match(pattern) else "braces must be paired, contain only words, and cannot be nested"
 
 
 def slow_because(pattern: str) -> str | None:
-    """Why matching a name might take long, for a message; None if it takes at most some square of the name's length.
+    """Return why matching a name might be slow, for a message; None if it takes at most a square of the name's length.
 
-    What fails to match is tried again with each other end of a wildcard, unless only one end can be right: at the next
-    dot, or at the name's end. If one of the words in braces begins with another, each of them is tried.
+    After a failed match, each other end of a wildcard is tried, unless only one end is possible: at the next dot, or at
+    the name's end. If one of the words in braces begins with another, each of them is tried.
     """
     num_tries, num_open, is_scanned = 1, 0, False
     tokens = _TOKEN.findall(pattern)
@@ -207,7 +215,7 @@ def _words(token: str) -> list[str]:
 
 @lru_cache(maxsize=MAX_PATTERNS)
 def compile_glob(pattern: str) -> re.Pattern[str]:
-    """The regular expression for `pattern`; each `#` is a group."""
+    """Return the regular expression for `pattern`; each `#` is a group."""
     parts = []
     for token in _TOKEN.findall(pattern):
         if token == "**":
@@ -224,23 +232,26 @@ def compile_glob(pattern: str) -> re.Pattern[str]:
 
 
 def collapse_numbers(name: str) -> str:
-    """The name with each all-digit part replaced by `*`: the same text for all layers and experts."""
+    """Return the name with each all-digit part replaced by `*`: the same text for all layers and experts."""
     return _NUMBER.sub("*", name)
 
 
 def collapse_later_numbers(name: str) -> str:
-    """The name with each all-digit part but the first replaced by `*`: the same text for all experts of a layer."""
+    """Return the name with each all-digit part except the first replaced by `*`.
+
+    The result is the same text for all experts of a layer.
+    """
     first = _NUMBER.search(name)
     return name if first is None else name[: first.end()] + collapse_numbers(name[first.end() :])
 
 
 def depends_on_numbers(pattern: str) -> bool:
-    """Whether the pattern can match only some of the names that `collapse_numbers` makes equal."""
+    """Return True if the pattern can match only some of the names that `collapse_numbers` makes equal."""
     return _NAMED_NUMBER.search(pattern) is not None
 
 
 def depends_on_later_numbers(pattern: str) -> bool:
-    """Whether the pattern can match only some of the names that `collapse_later_numbers` makes equal."""
+    """Return True if the pattern can match only some of the names that `collapse_later_numbers` makes equal."""
     tokens = _TOKEN.findall(pattern)
     first = next((index for index, token in enumerate(tokens) if depends_on_numbers(token)), None)
     if first is None:

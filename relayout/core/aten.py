@@ -1,6 +1,6 @@
-"""What torch's operations do to the geometry of a tensor: size, strides and offset. Needs torch at import time.
+"""The effect of torch's operations on the geometry of a tensor: size, strides and offset. Needs torch at import time.
 
-Tensor subclasses that have no memory of their own follow views by it: global tensors, which engines load, and probes,
+Tensor subclasses without memory of their own use it to follow views: global tensors, which engines load, and probes,
 which observe how engines load.
 """
 
@@ -20,7 +20,7 @@ Geometry: TypeAlias = tuple[tuple[int, ...], tuple[int, ...], int]
 aten = torch.ops.aten
 
 BY_INDEX = {aten.index.Tensor, aten.index_select.default}
-"""Operations whose other arguments say which elements, as an engine's list of its experts does."""
+"""Operations that select elements by other arguments, such as an engine's list of its experts."""
 
 MOVES = BY_INDEX | {
     aten.cat.default,
@@ -32,7 +32,7 @@ MOVES = BY_INDEX | {
     aten.stack.default,
     aten._unsafe_view.default,
 }
-"""Operations whose result has elements of their arguments, and no others."""
+"""Operations with results that consist only of elements of their arguments."""
 
 SHAPED = {
     aten.empty_like.default,
@@ -46,45 +46,48 @@ SHAPED = {
     aten.ones_like.default,
     aten.zeros_like.default,
 }
-"""Operations that look at shape, dtype and device alone."""
+"""Operations that use only shape, dtype and device."""
 
 
 @cache
 def is_view(func: Any) -> bool:
-    """Whether an operation returns views of its first argument, of the same dtype."""
+    """Return True if an operation returns views of its first argument, of the same dtype."""
     alias = func._schema.returns[0].alias_info if func._schema.returns else None
     return alias is not None and not alias.is_write and func is not aten.view.dtype
 
 
 @cache
 def written_by(func: Any) -> tuple[str, ...]:
-    """The names of the arguments that an operation writes to."""
+    """Return the names of the arguments that an operation writes to."""
     arguments = func._schema.arguments
     return tuple(item.name for item in arguments if item.alias_info is not None and item.alias_info.is_write)
 
 
 def name_of(func: Any) -> str:
-    """The name of an operation, for messages."""
+    """Return the name of an operation, for messages."""
     return str(func._schema.name).removeprefix("aten::")
 
 
 def geometry_of(tensor: torch.Tensor) -> Geometry:
-    """The geometry of a view."""
+    """Return the geometry of a view."""
     return tuple(tensor.shape), tensor.stride(), int(tensor.storage_offset())
 
 
 def row_major(shape: Sequence[int]) -> tuple[int, ...]:
-    """The strides of a dense tensor, in elements."""
+    """Return the strides of a dense tensor, in elements."""
     return tuple(prod(dim or 1 for dim in shape[axis + 1 :]) for axis in range(len(shape)))
 
 
 def without_memory(tensor: torch.Tensor) -> torch.Tensor:
-    """A tensor of the same dtype and geometry on the meta device: views of it have the geometry of views of that."""
+    """Return a tensor of the same dtype and geometry on the meta device.
+
+    A view of it has the same geometry as the corresponding view of the given tensor.
+    """
     return _meta(tensor.dtype).as_strided(*geometry_of(tensor))
 
 
 def made_like(tensor: torch.Tensor, func: Any, rest: Any, kwargs: Any) -> Any:
-    """The result of one of the operations `SHAPED`, on the tensor's device."""
+    """Return the result of one of the operations `SHAPED`, on the tensor's device."""
     device = {} if func is aten.is_pinned.default else {"device": tensor.device}
     return func(without_memory(tensor), *rest, **device | kwargs)
 
@@ -92,7 +95,7 @@ def made_like(tensor: torch.Tensor, func: Any, rest: Any, kwargs: Any) -> Any:
 def call_with(
     kind: type[torch.Tensor], replacement: Callable[[Any], torch.Tensor], func: Any, args: Any, kwargs: Any
 ) -> Any:
-    """Call an operation with what is made of each tensor of a kind among its arguments."""
+    """Call an operation, with each tensor of a kind among its arguments replaced by the result of `replacement`."""
     return func(*tree_map_only(kind, replacement, args), **tree_map_only(kind, replacement, kwargs))
 
 

@@ -1,4 +1,4 @@
-"""Digests, which name content, and proofs of stored bytes; of streams whose pieces several threads hash in order."""
+"""Digests of content, cryptographic digests of stored bytes, and digests of streams that several threads hash."""
 
 from __future__ import annotations
 
@@ -13,28 +13,28 @@ from relayout.core.extents import Extent
 from relayout.core.workers import Stop, Stopped
 
 DIGEST_NBYTES = 16
-"""Bytes of an XXH3-128 in its binary form, which is the canonical one, big-endian."""
+"""Bytes of an XXH3-128 in its binary form, the canonical big-endian one."""
 
 EMPTY_DIGEST = xxhash.xxh3_128_hexdigest(b"")
 """Digest of zero bytes."""
 
 
 def digest_hex(blob: bytes | memoryview) -> str:
-    """XXH3-128 of the bytes, as 32 hex digits."""
+    """Return the XXH3-128 of the bytes, as 32 hex digits."""
     return xxhash.xxh3_128_hexdigest(blob)
 
 
 UNKNOWN_DIGEST = "0" * (2 * DIGEST_NBYTES)
-"""Stands in place of a digest that is unknown."""
+"""Placeholder for an unknown digest."""
 
 
 def pack_digests(digests: Iterable[str | None]) -> bytes:
-    """Join digests in binary form, one after the other; for None stands `UNKNOWN_DIGEST`."""
+    """Join digests in binary form, one after the other; None becomes `UNKNOWN_DIGEST`."""
     return bytes.fromhex("".join([digest or UNKNOWN_DIGEST for digest in digests]))
 
 
 def unpack_digests(packed: bytes) -> list[str]:
-    """The inverse of `pack_digests`, in hex."""
+    """Return the digests that `pack_digests` joined, in hex."""
     joined, length = packed.hex(), 2 * DIGEST_NBYTES
     return [joined[at : at + length] for at in range(0, len(joined), length)]
 
@@ -46,37 +46,37 @@ class Hash(Protocol):
         """Hash more bytes."""
 
     def hexdigest(self) -> str:
-        """The digest of all bytes so far."""
+        """Return the digest of all bytes so far."""
 
 
 new_digest: Callable[[], Hash] = xxhash.xxh3_128
-"""A running XXH3-128 of nothing."""
+"""Constructor of a running XXH3-128."""
 
 PROOF_NBYTES = 32
 """Bytes of a BLAKE3 in its binary form."""
 
 new_proof: Callable[[], Hash] = blake3
-"""A running BLAKE3 of nothing."""
+"""Constructor of a running BLAKE3."""
 
 
 def proof_hex(blob: bytes | bytearray | memoryview) -> str:
-    """BLAKE3 of the bytes, as 64 hex digits. It is cryptographic: who trusts it can trust the bytes."""
+    """Return the BLAKE3 of the bytes, as 64 hex digits. It is cryptographic: a trusted digest proves the bytes."""
     return blake3(blob).hexdigest()
 
 
 class OrderedDigests:
-    """Digests of several streams; each stream is hashed in byte order, by the thread that holds the next piece.
+    """Digests of several streams. Each stream is hashed in byte order, by the thread that has the next piece.
 
     Thread-safe. Free of deadlock if the pieces of each stream are started in order, as `Workers` start their items.
     Keeps state only for streams that have arrived in part.
     """
 
     def __init__(self, stop: Stop, new: Callable[[], Hash] = new_digest) -> None:
-        """`stop` wakes waiting threads when the work is canceled; `new` begins a running hash."""
+        """Take `stop`, which wakes waiting threads when work is canceled, and `new`, which begins a running hash."""
         self._stop = stop
         self._new = new
         self._partial: dict[Hashable, tuple[int, Hash]] = {}
-        """For each stream that has arrived in part: number of bytes hashed, and the running hash."""
+        """Number of bytes hashed and running hash, for each stream that has arrived in part."""
 
     def update(self, stream: Hashable, start: int, view: memoryview, nbytes: int) -> str | None:
         """Hash bytes `[start, start + len(view))` of a stream of `nbytes`; waits until all bytes before are hashed.
@@ -106,19 +106,19 @@ class OrderedDigests:
 
 
 class ExtentDigests:
-    """Digests of extents of one byte space, such as a file or an arena, of which pieces arrive in any order.
+    """Digests of extents of one byte space, such as a file or an arena, with pieces that arrive in any order.
 
     Each extent is hashed in byte order by `OrderedDigests`; the same rules apply to threads.
     """
 
     def __init__(self, extents: Sequence[Extent], stop: Stop, new: Callable[[], Hash] = new_digest) -> None:
-        """`extents` must not overlap, in any order. Empty extents may have any offset."""
+        """Take extents, which must not overlap, in any order. Empty extents may have any offset."""
         self._order = sorted((n for n, extent in enumerate(extents) if extent.nbytes), key=lambda n: extents[n].offset)
         self._starts = [extents[n].offset for n in self._order]
         self._ends = [extents[n].end for n in self._order]
         self._ordered = OrderedDigests(stop, new)
         self.digests = ["" if extent.nbytes else new().hexdigest() for extent in extents]
-        """For each extent its digest in hex; "" until its last byte is hashed."""
+        """The digest of each extent, in hex; "" until its last byte is hashed."""
 
     @property
     def num_left(self) -> int:

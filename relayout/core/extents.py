@@ -17,38 +17,40 @@ Item = TypeVar("Item")
 Bytes: TypeAlias = "npt.NDArray[np.uint8]"
 
 BLOCK = 4096
-"""Bytes. Offset, length and address of a direct transfer are multiples of this: the largest logical block in
-common use, the memory page, and the granularity that GPUDirect Storage wants."""
+"""Bytes. Offset, length and address of a direct transfer are multiples of this.
+
+It is the largest logical block in common use, the memory page, and the granularity that GPUDirect Storage needs.
+"""
 
 
 def align_down(value: int, alignment: int) -> int:
-    """The largest multiple of `alignment` up to `value`."""
+    """Return the largest multiple of `alignment` up to `value`."""
     return value // alignment * alignment
 
 
 def align_up(value: int, alignment: int) -> int:
-    """The smallest multiple of `alignment` from `value` on."""
+    """Return the smallest multiple of `alignment` from `value` on."""
     return -(-value // alignment) * alignment
 
 
 @dataclass(frozen=True, slots=True)
 class Grid:
-    """Where a file is best cut: at `origin`, and every `step` bytes from there on."""
+    """The best offsets to cut a file at: `origin`, and every `step` bytes from there on."""
 
     origin: int = 0
     step: int = BLOCK
 
     def down(self, offset: int) -> int:
-        """The last place of the grid up to `offset`."""
+        """Return the last offset of the grid up to `offset`."""
         return self.origin + align_down(offset - self.origin, self.step)
 
     def up(self, offset: int) -> int:
-        """The first place of the grid from `offset` on."""
+        """Return the first offset of the grid from `offset` on."""
         return self.origin + align_up(offset - self.origin, self.step)
 
 
 def natural_alignment(nbytes: int, limit: int) -> int:
-    """The largest power of two up to `limit` that divides `nbytes`; `limit` for 0 bytes."""
+    """Return the largest power of two up to `limit` that divides `nbytes`; `limit` for 0 bytes."""
     return min(nbytes & -nbytes, limit) if nbytes else limit
 
 
@@ -67,7 +69,7 @@ class Extent:
         return self.offset + self.nbytes
 
     def aligned(self, alignment: int = BLOCK) -> Extent:
-        """The smallest extent around it whose offset and end are multiples of `alignment`."""
+        """Return the smallest extent that contains this one, with offset and end at multiples of `alignment`."""
         start = align_down(self.offset, alignment)
         return Extent(start, align_up(self.end, alignment) - start)
 
@@ -124,33 +126,36 @@ class Transfer:
         return Transfer(self.target, self.source, self.nbytes, self.count, self.target_stride, self.source_stride)
 
     def packed(self, target: int) -> Transfer:
-        """Write the runs one behind the other, from `target` on."""
+        """Write the runs one after the other, from `target` on."""
         stride = self.nbytes if self.count > 1 else 0
         return Transfer(self.source, target, self.nbytes, self.count, self.source_stride, stride)
 
     def unpacked(self, source: int) -> Transfer:
-        """Read the runs one behind the other, from `source` on."""
+        """Read the runs one after the other, from `source` on."""
         stride = self.nbytes if self.count > 1 else 0
         return Transfer(source, self.target, self.nbytes, self.count, stride, self.target_stride)
 
     def normalized(self) -> Transfer:
-        """Make one run of runs that are contiguous in both spaces; other transfers stay as they are."""
+        """Join runs that are contiguous in both spaces into one; other transfers are unchanged."""
         if self.count == 1 or self.nbytes == self.source_stride == self.target_stride:
             return Transfer(self.source, self.target, self.total_nbytes)
         return self
 
     def runs(self) -> Iterator[Transfer]:
-        """Yield each run as a transfer of its own."""
+        """Yield each run as a separate transfer."""
         for i in range(self.count):
             yield Transfer(self.source + i * self.source_stride, self.target + i * self.target_stride, self.nbytes)
 
     def clipped(self, start: int, end: int) -> list[Transfer]:
-        """The part with source bytes in `[start, end)`: at most a partial first run, whole runs, a partial last run."""
+        """Return the part with source bytes in `[start, end)`.
+
+        It consists of at most a partial first run, whole runs, and a partial last run.
+        """
         if self.nbytes == 0 or end <= start:
             return []
         if self.count == 1:
             return self._run_part(0, start, end)
-        # Runs first <= i < last are inside [start, end) as a whole; their neighbors may be inside in part.
+        # Runs first <= i < last are inside [start, end) completely; their neighbors may be inside in part.
         first = max(0, -(-(start - self.source) // self.source_stride))
         last = min(self.count, (end - self.source - self.nbytes) // self.source_stride + 1)
         if last <= first:
@@ -169,9 +174,9 @@ class Transfer:
         return [*before, whole, *after]
 
     def within(self, other: Transfer) -> Iterator[Transfer]:
-        """Yield the part of this transfer that `other` reads, too: bytes that both have in the space read from.
+        """Yield the part of this transfer that `other` also reads: the bytes that both have in the space read from.
 
-        The runs of each transfer rise and do not overlap.
+        The runs of each transfer ascend and do not overlap.
         """
         if other.count == 1:
             yield from self.clipped(other.source, other.source_end)
@@ -180,8 +185,8 @@ class Transfer:
                 target = self.target + part.source - self.source
                 yield Transfer(part.source, target, part.nbytes, part.count, part.source_stride, part.source_stride)
         elif self.source_stride == other.source_stride:
-            # In frames of one stride, from each run of `other` to its next: run i of this one begins `start` bytes into
-            # frame `i + lag`, and may end in the frame behind that.
+            # Divide the source into frames of one stride, each from a run of `other` to its next run. Run i of this
+            # transfer begins `start` bytes into frame `i + lag`, and may end in the frame after it.
             stride = self.source_stride
             lag, start = divmod(self.source - other.source, stride)
             for frames, begin in ((lag, start), (lag + 1, start - stride)):
@@ -201,9 +206,9 @@ class Transfer:
                 yield from self.clipped(run.source, run.source_end)
 
     def onto(self, other: Transfer) -> Iterator[Transfer]:
-        """Yield transfers from the space that this one writes to that which `other` writes: of bytes that both read.
+        """Yield transfers of the bytes that both read, from the space that this one writes to that of `other`.
 
-        The runs of each transfer rise and do not overlap.
+        The runs of each transfer ascend and do not overlap.
         """
         for mine in self.within(other):
             theirs = list(other.within(mine))
@@ -226,10 +231,10 @@ class Transfer:
 
 @dataclass(frozen=True, slots=True)
 class Coalesced(Generic[Item]):
-    """Items that one request serves, and the extent of that request."""
+    """Items that one request serves, and the extent of the request."""
 
     extent: Extent
-    """What the request covers: all from the first byte of the items to the last."""
+    """The bytes of the request: all from the first byte of the items to the last."""
     items: tuple[Item, ...]
 
 
@@ -240,7 +245,7 @@ def coalesce(
     max_gap_nbytes: int = 0,
     max_nbytes: int | None = None,
 ) -> Iterator[Coalesced[Item]]:
-    """Group consecutive items whose extents overlap, touch, or are separated by a small gap.
+    """Group consecutive items if their extents overlap, touch, or are separated by a small gap.
 
     Args:
         where: returns an item's key (such as its file), offset and end. Items with different keys are never grouped.
@@ -290,7 +295,7 @@ def copy_runs(
     if is_small and isinstance(target, memoryview) and isinstance(source, memoryview):
         target[end : end + transfer.nbytes] = source[start : start + transfer.nbytes]
         return
-    import numpy as np  # Here: the command line is quick to show its help.
+    import numpy as np  # Imported here to keep the command line's help fast.
 
     has_one = transfer.count == 1
     shape = (transfer.nbytes,) if has_one else (transfer.count, transfer.nbytes)

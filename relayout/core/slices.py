@@ -1,4 +1,4 @@
-"""Dtypes, slices and cuts: which elements of a tensor each rank holds, and which bytes they are. Pure."""
+"""Dtypes, slices and cuts: the elements of a tensor that each rank holds, and their bytes. Pure."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ BITS: Mapping[str, int] = _Bits(
 
 
 def num_bytes(dtype: str, shape: tuple[int, ...]) -> int | None:
-    """Bytes of a dense tensor; None if its bits are not a multiple of 8 (possible for dtypes below 8 bits)."""
+    """Return the bytes of a dense tensor; None if its bits are not a multiple of 8 (possible for small dtypes)."""
     bits = prod(shape) * BITS[dtype]
     return bits // 8 if bits % 8 == 0 else None
 
@@ -56,9 +56,9 @@ Range = tuple[int, int]
 
 
 _MAX_NAMED = 4
-"""Ranges of a slice that are named in words."""
+"""Number of ranges that the text of a slice lists."""
 _MAX_TRANSFERS = 2**20
-"""The most runs of one slice. No plan comes near; a table that others wrote may."""
+"""Limit of the runs of one slice. Built-in plans do not come near it; a table of another program may."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -70,32 +70,32 @@ class Slice:
     """
 
     by_axis: tuple[tuple[int, tuple[Range, ...]], ...] | None = ()
-    """(axis, ranges) of each axis that is cut, by rising axis; no range has length 0, and an axis without any has 0
-    elements. (): the tensor is held whole; None: the rank does not hold it. Made by `of` or `along`."""
+    """(axis, ranges) of each axis that is cut, by ascending axis. No range has length 0; an axis without ranges has 0
+    elements. (): the rank holds the full tensor; None: it does not hold the tensor. Created by `of` or `along`."""
 
     @classmethod
     def of(cls, ranges: Mapping[int, Iterable[Range]]) -> Slice:
-        """The slice with these ranges along these axes; those of length 0 are dropped."""
+        """Return the slice with these ranges along these axes; ranges of length 0 are dropped."""
         return cls(tuple((axis, tuple(part for part in ranges[axis] if part[1])) for axis in sorted(ranges)))
 
     @classmethod
     def along(cls, axis: int, ranges: Iterable[Range]) -> Slice:
-        """A slice that is cut along one axis."""
+        """Return a slice that is cut along one axis."""
         return cls.of({axis: ranges})
 
     @property
     def is_whole(self) -> bool:
-        """Whether the rank holds every element, as stored."""
+        """True if the rank holds every element, as stored."""
         return self.by_axis == ()
 
     @property
     def is_held(self) -> bool:
-        """Whether the rank has the tensor, even with zero elements."""
+        """True if the rank has the tensor, even with zero elements."""
         return self.by_axis is not None
 
     @property
     def is_box(self) -> bool:
-        """Whether the slice is at most one contiguous index range along each axis."""
+        """True if the slice is at most one contiguous index range along each axis."""
         return all(len(ranges) <= 1 for _, ranges in self.by_axis or ())
 
     @property
@@ -104,7 +104,7 @@ class Slice:
         return tuple(axis for axis, _ in self.by_axis or ())
 
     def in_words(self, shape: tuple[int, ...]) -> str:
-        """Which part of a tensor of this shape it is, such as "dim 1: 0 to 96 of 384"."""
+        """Return a description of the slice of a tensor of this shape, such as "dim 1: 0 to 96 of 384"."""
         if not self.is_held:
             return "not held"
         axes = []
@@ -116,12 +116,12 @@ class Slice:
 
     @property
     def axis(self) -> int:
-        """The axis that is cut, for code that serves one only; 0 if none is. PlanError: several are."""
+        """The only axis that is cut, for code that supports one; 0 if none is. Raises PlanError if several are."""
         return self._one_axis()[0]
 
     @property
     def ranges(self) -> tuple[Range, ...] | None:
-        """The ranges along `axis`, for code that serves one only; None if the tensor is held whole."""
+        """The ranges along `axis`, for code that supports one; None if the rank holds the full tensor."""
         return self._one_axis()[1]
 
     def _one_axis(self) -> tuple[int, tuple[Range, ...] | None]:
@@ -132,21 +132,21 @@ class Slice:
         return self.by_axis[0] if self.by_axis else (0, None)
 
     def ranges_along(self, axis: int) -> tuple[Range, ...] | None:
-        """The ranges along one of the axes; None if it is not cut."""
+        """Return the ranges along an axis; None if it is not cut."""
         for cut_axis, ranges in self.by_axis or ():
             if cut_axis == axis:
                 return ranges
         return None
 
     def is_inside(self, shape: tuple[int, ...]) -> bool:
-        """Whether a tensor of that shape has all elements of the slice."""
+        """Return True if a tensor of that shape has all elements of the slice."""
         return all(
             axis < len(shape) and all(start >= 0 and start + length <= shape[axis] for start, length in ranges)
             for axis, ranges in self.by_axis or ()
         )
 
     def shape(self, shape: tuple[int, ...]) -> tuple[int, ...]:
-        """The slice's shape, from the tensor's shape."""
+        """Return the slice's shape, from the tensor's shape."""
         if self.by_axis is None:
             return (0, *shape[1:])
         sizes = list(shape)
@@ -155,17 +155,17 @@ class Slice:
         return tuple(sizes)
 
     def canonical(self, shape: tuple[int, ...]) -> Slice:
-        """The slice as FORMAT.md spells it, with the same elements in the same order.
+        """Return the slice in the form of FORMAT.md, with the same elements in the same order.
 
-        Ranges that follow each other are one, and an axis along which the slice has everything is not named. The slice
-        must be inside of the tensor.
+        Ranges that follow each other are joined, and an axis that is held completely is omitted. The slice must be
+        inside the tensor.
         """
         joined = ((axis, merged(ranges)) for axis, ranges in self.by_axis or ())
         axes = tuple((axis, ranges) for axis, ranges in joined if ranges != ((0, shape[axis]),) and shape[axis])
         return Slice(axes) if self.is_held else self
 
     def starts(self, num_axes: int) -> list[int]:
-        """Where the box begins along each axis, in elements (the `saved_offsets` of PyTorch DCP)."""
+        """Return the start of the box along each axis, in elements (the `saved_offsets` of PyTorch DCP)."""
         starts = [0] * num_axes
         for axis, ranges in self.by_axis or ():
             starts[axis] = ranges[0][0] if ranges else 0
@@ -180,7 +180,7 @@ NOT_HELD = Slice(None)
 
 
 def merged(ranges: Iterable[Range]) -> tuple[Range, ...]:
-    """Join ranges that follow each other. The elements and their order stay the same."""
+    """Join ranges that follow each other. The elements and their order are unchanged."""
     joined: list[Range] = []
     for start, length in ranges:
         if joined and sum(joined[-1]) == start:
@@ -191,7 +191,7 @@ def merged(ranges: Iterable[Range]) -> tuple[Range, ...]:
 
 
 def joined(ranges: Iterable[Range]) -> tuple[Range, ...]:
-    """Ranges in ascending order; those that touch or overlap are made one."""
+    """Return ranges in ascending order; ranges that touch or overlap are joined."""
     result: list[Range] = []
     for start, length in sorted(ranges):
         if result and start <= sum(result[-1]):
@@ -203,7 +203,7 @@ def joined(ranges: Iterable[Range]) -> tuple[Range, ...]:
 
 
 def positions(ranges: Iterable[Range]) -> list[tuple[int, int, int]]:
-    """(start, length, position in the slice) of each range."""
+    """Return (start, length, position in the slice) of each range."""
     placed, position = [], 0
     for start, length in ranges:
         placed.append((start, length, position))
@@ -212,9 +212,9 @@ def positions(ranges: Iterable[Range]) -> list[tuple[int, int, int]]:
 
 
 def row_runs(part: Slice, shape: tuple[int, ...], axis: int) -> list[tuple[int, int, int]]:
-    """Which rows a slice has, a row being an index of all axes before `axis`: (first row, how many, row of the slice).
+    """Return the runs of rows of a slice, as (first row, number of rows, row of the slice).
 
-    Rows are numbered in row-major order. The runs are in the order of the slice.
+    A row is an index of all axes before `axis`, in row-major order. The runs are in the order of the slice.
     """
     if not part.by_axis or part.by_axis[0][0] >= axis:
         return [(0, prod(shape[:axis]), 0)]
@@ -242,10 +242,10 @@ def _check_number(count: int, part: Slice) -> None:
 
 
 def slice_transfers(dtype: str, shape: tuple[int, ...], part: Slice, bits: int | None = None) -> tuple[Transfer, ...]:
-    """Transfers from a tensor's bytes (source) to a slice's dense bytes (target), relative to their first bytes.
+    """Return transfers from a tensor's bytes (source) to a slice's dense bytes (target), relative to their first bytes.
 
     Args:
-        bits: of an element; None: those of the dtype, which is known.
+        bits: of an element; None: those of the dtype, which must be known.
     """
     bits_per_element = BITS[dtype] if bits is None else bits
     if not part.by_axis:
@@ -283,7 +283,7 @@ def slice_transfers(dtype: str, shape: tuple[int, ...], part: Slice, bits: int |
 
 @dataclass(frozen=True, eq=False)
 class CutTensor:
-    """A cut applied to a dtype and shape: shape, size and transfers of each distinct slice. Shared by equal tensors."""
+    """A cut of a dtype and shape: shape, size and transfers of each distinct slice. Shared by equal tensors."""
 
     cut: Cut
     dtype: str
@@ -307,38 +307,38 @@ class CutTensor:
 
     @cached_property
     def extents(self) -> tuple[Extent, ...]:
-        """The bytes of the whole tensor that any slice needs, rising and apart; where columns are cut, whole rows."""
+        """Bytes of the whole tensor that any slice needs, ascending and disjoint; whole rows where columns are cut."""
         nbytes = prod(self.shape) * BITS[self.dtype] // 8
         ends = sorted(_rows(transfer, nbytes) for transfers in self.transfers for transfer in transfers)
         return tuple(group.extent for group in coalesce(ends, lambda pair: (None, *pair)))
 
     def rank_shape(self, rank: int) -> tuple[int, ...]:
-        """Shape of the rank's slice."""
+        """Return the shape of the rank's slice."""
         return self.shapes[self.cut.which[rank]]
 
     def rank_nbytes(self, rank: int) -> int:
-        """Stored bytes of the rank's slice."""
+        """Return the stored bytes of the rank's slice."""
         return self.sizes[self.cut.which[rank]]
 
     def rank_transfers(self, rank: int) -> tuple[Transfer, ...]:
-        """Transfers of the rank's slice."""
+        """Return the transfers of the rank's slice."""
         return self.transfers[self.cut.which[rank]]
 
 
 @dataclass(frozen=True, slots=True)
 class Cut:
-    """How a tensor is divided: the slice of each rank."""
+    """The division of a tensor: the slice of each rank."""
 
     slices: tuple[Slice, ...]
     """The slice of each rank."""
     distinct: tuple[Slice, ...] = field(init=False, repr=False, compare=False)
     """The distinct slices, in order of the first rank that holds them."""
     which: tuple[int, ...] = field(init=False, repr=False, compare=False)
-    """For each rank: position of its slice in `distinct`."""
+    """The position of each rank's slice in `distinct`."""
     holders: tuple[tuple[int, ...], ...] = field(init=False, repr=False, compare=False)
-    """For each distinct slice: the ranks that hold it."""
+    """The ranks that hold each distinct slice."""
     is_box: bool = field(init=False, repr=False, compare=False)
-    """Whether each slice is at most one contiguous index range along each axis."""
+    """True if each slice is at most one contiguous index range along each axis."""
     _hash: int = field(init=False, repr=False, compare=False)
     _tensors: dict[tuple[str, tuple[int, ...]], CutTensor] = field(init=False, repr=False, compare=False)
 
@@ -364,27 +364,27 @@ class Cut:
 
     @property
     def is_whole(self) -> bool:
-        """Whether every rank holds every element."""
+        """True if every rank holds every element."""
         return self.distinct == (WHOLE,)
 
     def only(self, ranks: Container[int]) -> Cut:
-        """Keep the slices of these ranks; the others do not hold the tensor."""
+        """Return a cut with the slices of these ranks; all other ranks do not hold the tensor."""
         return Cut(tuple(part if rank in ranks else NOT_HELD for rank, part in enumerate(self.slices)))
 
     def tensor(self, dtype: str, shape: tuple[int, ...]) -> CutTensor:
-        """This cut applied to a tensor of the dtype and shape."""
+        """Return this cut applied to a tensor of the dtype and shape."""
         known = self._tensors.get((dtype, shape))
         return known or self._tensors.setdefault((dtype, shape), CutTensor(self, dtype, shape))
 
 
 def number_cuts(cuts: Iterable[Cut]) -> tuple[tuple[Cut, ...], tuple[int, ...]]:
-    """The distinct cuts in order of first occurrence, and for each given cut its position among them."""
+    """Return the distinct cuts in order of first occurrence, and for each given cut its position among them."""
     numbers: dict[Cut, int] = {}
     cut_of = tuple(numbers.setdefault(cut, len(numbers)) for cut in cuts)
     return tuple(numbers), cut_of
 
 
 def _rows(transfer: Transfer, nbytes: int) -> tuple[int, int]:
-    """Start and end of what a transfer reads of a tensor of so many bytes; whole rows if it has several runs."""
+    """Return start and end of the bytes that a transfer reads of a tensor of `nbytes`; whole rows for several runs."""
     row = transfer.source_stride if transfer.count > 1 else 1
     return align_down(transfer.source, row), min(align_up(transfer.source_end, row), nbytes)

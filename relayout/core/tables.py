@@ -1,7 +1,7 @@
-"""Tables that are read by rows: which tensors one is stored as, and in which order their rows follow each other. Pure.
+"""Tables that are read by rows: the tensors that store one, and the order of their rows. Pure.
 
-A table of n-grams may be stored as one tensor, or as many shards of rows, which are numbered from 0. A rule says so by
-a `#` in its pattern, at which the number is.
+A table of n-grams may be stored as one tensor, or as numbered shards of rows, from 0 on. A rule for such
+shards has a `#` in its pattern, in the place of the number.
 """
 
 from __future__ import annotations
@@ -28,24 +28,24 @@ class PlannedTensor(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class Table:
-    """One table."""
+    """The tensors that store a table."""
 
     members: tuple[int, ...]
-    """Its tensors, in the order of its rows: positions in the checkpoint."""
+    """Positions of the table's tensors in the checkpoint, in the order of the rows."""
     starts: tuple[int, ...]
-    """The rows in front of each of them."""
+    """The number of rows of the table before each tensor."""
     num_rows: int
 
 
 def tables_of(tensors: Sequence[PlannedTensor], pattern_of: Callable[[str], str | None]) -> list[Table]:
-    """The tables of a checkpoint, in the order of their first tensors.
+    """Return the tables of a checkpoint, in the order of their first tensors.
 
     Args:
         tensors: all tensors of the checkpoint.
-        pattern_of: returns the pattern by which a tensor belongs to a table; None: it belongs to none.
+        pattern_of: returns the pattern by which a tensor belongs to a table; None: it belongs to no table.
 
     Raises:
-        PlanError: a shard is missing or there twice, or shards differ in dtype or in the length of rows.
+        PlanError: a shard is missing or occurs twice, or shards differ in dtype or in the length of rows.
     """
     groups: dict[tuple[str, str], dict[int, int]] = {}
     for t, tensor in enumerate(tensors):
@@ -59,7 +59,10 @@ def tables_of(tensors: Sequence[PlannedTensor], pattern_of: Callable[[str], str 
 
 
 def _split_at_number(pattern: str, name: str) -> tuple[str, int, str]:
-    """The name before and after the number at `#`, and the number; 0 behind the name if the pattern has no `#`."""
+    """Return the name before the number at `#`, the number, and the name after it.
+
+    If the pattern has no `#`, the number is 0 and follows the whole name.
+    """
     if "#" not in pattern:
         return name, 0, ""
     found = next(filter(None, (compile_glob(pattern).match(name, start) for start in _part_starts(name))))
@@ -67,7 +70,7 @@ def _split_at_number(pattern: str, name: str) -> tuple[str, int, str]:
 
 
 def _part_starts(name: str) -> list[int]:
-    """Where a name's parts begin: a prefix may have been removed before the pattern matched."""
+    """Return the starts of a name's parts: a prefix may have been removed before the pattern matched."""
     return [0, *(index + 1 for index, character in enumerate(name) if character == ".")]
 
 

@@ -1,7 +1,7 @@
-"""Work on several threads and in child processes: how it starts, how it stops, and what a fork must forget.
+"""Work on several threads and in child processes: how it starts, how it stops, and what a forked child discards.
 
-Workers can be interrupted; the first error stops all of their threads and is raised. A child process imports what its
-parent does, and nothing from the working folder, which may be an untrusted checkpoint.
+Workers can be interrupted. The first error stops all of their threads and is raised. A child process imports the same
+modules as its parent, and nothing from the working folder, which may be an untrusted checkpoint.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ PIPE, QUIET, WITH_STDOUT = subprocess.PIPE, subprocess.DEVNULL, subprocess.STDOU
 ADVICE_ON_THREADS = (
     "a limit of this process, user or container is reached: use fewer threads, or raise ulimit -u or -l, or pids.max"
 )
-"""What to do if the system cannot start another thread, or lock more memory (EAGAIN)."""
+"""Advice for the case that the system cannot start another thread, or lock more memory (EAGAIN)."""
 _LOG_POLL_SECONDS = 0.5
 
 
@@ -36,11 +36,12 @@ def start_child(
     within: Sequence[str] = (),
     **streams: Any,
 ) -> Child:
-    """Start `python -m MODULE ARGUMENTS` in a session of its own; Python code is started in no other way.
+    """Start `python -m MODULE ARGUMENTS` in a separate session. Python code is started in no other way.
 
     Args:
-        environment: of the child, but for what would let it import from the working folder; None: this process's.
-        within: words before the command, of a program that becomes it, such as `nsenter`.
+        environment: of the child, without variables that would let it import from the working folder; None: this
+            process's environment.
+        within: words before the command, of a program that replaces itself with it, such as `nsenter`.
         streams: `stdin`, `stdout`, `stderr` and `bufsize`, as for `subprocess.Popen`.
     """
     command = [*within, sys.executable, "-P", *_inherited_flags(), "-m", module, *arguments]
@@ -49,13 +50,13 @@ def start_child(
 
 
 def _inherited_flags() -> list[str]:
-    """What isolates this process isolates its children."""
+    """Return the flags that isolate this process, so that its children are isolated, too."""
     flags = {"-I": sys.flags.isolated, "-E": sys.flags.ignore_environment, "-s": sys.flags.no_user_site}
     return [flag for flag, is_set in {**flags, "-S": sys.flags.no_site}.items() if is_set]
 
 
 def _safe_environment(environment: Mapping[str, str]) -> dict[str, str]:
-    """Leave out what would let a child, or a child of it, import from the working folder or relative to it."""
+    """Return an environment in which no descendant imports modules from the working folder or relative to it."""
     safe = {name: value for name, value in environment.items() if name not in ("PYTHONPATH", "PYTHONSTARTUP")}
     folders = environment.get("PYTHONPATH", "").split(os.pathsep)
     kept = [folder for folder in folders if Path(folder).is_absolute() and not _is_working_folder(folder)]
@@ -69,10 +70,10 @@ def _is_working_folder(folder: str) -> bool:
 
 
 def wait_for_child(child: Child, log: Path, silence_seconds: float) -> int | None:
-    """Wait for a child as long as its log grows; then, and after an error here, end it and all that it has started.
+    """Wait for a child as long as its log grows; then, and after an error here, kill it and all that it has started.
 
     Returns:
-        Its exit status; None: it wrote nothing for `silence_seconds`.
+        The exit status of the child; None: it wrote nothing for `silence_seconds`.
     """
     nbytes, since = 0, time.monotonic()
     try:
@@ -94,7 +95,7 @@ class Forked(Protocol):
     """An object with locks or threads."""
 
     def after_fork(self) -> None:
-        """Replace locks and forget threads. Called in a forked child, which has a single thread."""
+        """Replace locks and discard threads. Called in a forked child, which has a single thread."""
 
 
 _known: set[weakref.ref[Any]] = set()
@@ -125,7 +126,7 @@ Result = TypeVar("Result")
 _POLL_SECONDS = 0.1
 
 _worker = threading.local()
-"""`stop` is what a worker's thread heeds."""
+"""Thread-local: `stop` is the `Stop` that a worker's thread obeys."""
 
 
 _live: set[weakref.ref[Workers[Any, Any]]] = set()
@@ -134,7 +135,7 @@ _live: set[weakref.ref[Workers[Any, Any]]] = set()
 @atexit.register
 def _cancel_all() -> None:
     """Stop workers before the interpreter shuts down; joining a daemon thread later would hang."""
-    for reference in list(_live):  # Other threads still run: a WeakSet could change during iteration.
+    for reference in list(_live):  # A set, as other threads still run and a WeakSet could change during iteration.
         workers = reference()
         if workers is not None:
             workers.cancel()
@@ -149,23 +150,23 @@ class Stopped(RuntimeError):
 
 
 class Stop:
-    """A request to stop, shared by workers and those who wait for them. Thread-safe."""
+    """A request to stop, shared by workers and the threads that wait for them. Thread-safe."""
 
     def __init__(self) -> None:
         self.condition = threading.Condition()
         self.requested = False
         self.is_lost = False
-        """Whether this process was forked while the work ran: the threads exist only in its parent."""
+        """True if this process was forked while the work ran: the threads exist only in its parent."""
         remake_in_child(self)
 
     def request(self) -> None:
-        """Ask all workers to stop, and wake those that wait."""
+        """Request all workers to stop, and wake those that wait."""
         with self.condition:
             self.requested = True
             self.condition.notify_all()
 
     def check_process(self) -> None:
-        """Check that this process was not forked while the work ran. Stopped: it was forked."""
+        """Raise Stopped if this process was forked while the work ran."""
         if self.is_lost:
             raise Stopped("this process was forked while the work ran; its threads exist only in the parent process")
 
@@ -176,7 +177,7 @@ class Stop:
 
 @contextmanager
 def heeding(stop: Stop) -> Iterator[None]:
-    """Let `pause` and `current_stop` in this thread heed `stop`, until the block ends."""
+    """Let `pause` and `current_stop` in this thread obey `stop`, until the block ends."""
     before = current_stop()
     _worker.stop = stop
     try:
@@ -186,7 +187,7 @@ def heeding(stop: Stop) -> Iterator[None]:
 
 
 def current_stop() -> Stop | None:
-    """Return what this thread heeds; None: nothing asks it to stop."""
+    """Return the `Stop` that this thread obeys; None if it has none."""
     stop: Stop | None = getattr(_worker, "stop", None)
     return stop
 
@@ -198,7 +199,7 @@ def check_stop(stop: Stop | None) -> None:
 
 
 def pause(seconds: float) -> None:
-    """Sleep; in a worker, only until it is asked to stop. Stopped: it was asked to."""
+    """Sleep; in a worker, raise Stopped as soon as a stop is requested."""
     stop = current_stop()
     if stop is None:
         time.sleep(seconds)
@@ -209,7 +210,7 @@ def pause(seconds: float) -> None:
 
 
 def each(work: Callable[[Item], Result], items: Sequence[Item], num_threads: int) -> list[Result]:
-    """`work` of each item, in order; by several threads at a time if there are several items and threads."""
+    """Return the result of `work` for each item, in order; with several threads if there are several items."""
     if min(num_threads, len(items)) < 2:
         return [work(item) for item in items]
     done: list[Result | None] = [None] * len(items)
@@ -227,9 +228,9 @@ def _ended(*_: Any) -> Any:
 
 
 class Workers(Generic[Item, State]):
-    """`num_threads` threads that take items in order and call `work(state, item)`, each with its own state.
+    """Threads (`num_threads`) that take items in order and call `work(state, item)`, each with its own state.
 
-    `resize` changes their number.
+    `resize` changes the number of threads.
     """
 
     def __init__(
@@ -240,7 +241,7 @@ class Workers(Generic[Item, State]):
         work: Callable[[State, Item], int],
         stop: Stop | None = None,
     ) -> None:
-        """`work` returns the number of bytes it processed, for progress."""
+        """Take `work`, which returns the number of bytes it processed, for progress."""
         self.done_nbytes = 0
         self._num_threads = num_threads
         self._items = iter(items)
@@ -252,17 +253,17 @@ class Workers(Generic[Item, State]):
         self._threads: list[threading.Thread] = []
         self._changed = threading.Condition()
         self._num_running = 0
-        """Threads that take items."""
+        """Number of threads that take items."""
         self._num_working = 0
         self._num_ended = 0
         self._num_started = 0
         self._num_done = 0
         self._is_exhausted = num_threads == 0
-        """Whether every item has been started."""
+        """True if every item has been started."""
         remake_in_child(self)
 
     def run(self, on_progress: Callable[[int], None] | None = None) -> None:
-        """`start`, then `join`; no thread is working on return."""
+        """Call `start`, then `join`; no thread is working on return."""
         try:
             self.start()
             self.join(on_progress)
@@ -270,7 +271,7 @@ class Workers(Generic[Item, State]):
             self.cancel()
 
     def start(self) -> None:
-        """Start the threads. OSError: the system cannot start another thread (EAGAIN)."""
+        """Start the threads. Raises OSError if the system cannot start another thread (EAGAIN)."""
         _live.add(weakref.ref(self, _live.discard))
         try:
             for _ in range(self._num_threads):
@@ -280,7 +281,7 @@ class Workers(Generic[Item, State]):
             raise
 
     def _start_thread(self) -> bool:
-        """Start another thread; False: there are enough. OSError: the system cannot."""
+        """Start another thread; return False if enough are running. Raises OSError if the system cannot start one."""
         with self._lock:
             if self._num_running >= self._num_threads:
                 return False
@@ -296,9 +297,9 @@ class Workers(Generic[Item, State]):
         return True
 
     def resize(self, num_threads: int) -> None:
-        """Have so many threads from now on. Called by `work`.
+        """Change the number of threads. Called by `work`.
 
-        New ones are started, if the system can; those that are too many end after their item.
+        New threads are started, if the system can; excess threads end after their item.
         """
         with self._lock:
             self._num_threads = num_threads
@@ -336,7 +337,7 @@ class Workers(Generic[Item, State]):
         """Start no further items and wait for those in progress; no thread is working on return."""
         self._stop.request()
         if threading.current_thread() in self._threads or sys.is_finalizing():
-            # The garbage collector may call this in a worker. After `_cancel_all` no thread is left to wait for.
+            # The garbage collector may call this in a worker. After `_cancel_all`, no thread remains to wait for.
             return
         # Thread.join is not enough: before Python 3.13 a join interrupted by a signal marks its thread as ended.
         with self._changed:

@@ -1,6 +1,6 @@
-"""Laws for whoever adds a store or a backend: a test class inherits them, and pytest runs them. Needs pytest.
+"""Conformance tests ("laws") for authors of a store or a backend: pytest runs a class that inherits them. Needs pytest.
 
-A law is a test whose docstring says it, and whose failure repeats it.
+A law is a test. Its docstring states the law, and a failure of the test repeats it.
 """
 
 from __future__ import annotations
@@ -17,11 +17,11 @@ Given = ParamSpec("Given")
 
 
 class LawBroken(AssertionError):
-    """A law does not hold. The message says which, and what was found."""
+    """Raised if a law does not hold. The message contains the law, and what was found."""
 
 
 def law(test: Callable[Given, None]) -> Callable[Given, None]:
-    """Let the failure of a test say the law, which is its docstring."""
+    """Add the law, which is the docstring of a test, to the test's failure."""
     text = " ".join(str(test.__doc__).split())
 
     @functools.wraps(test)

@@ -1,4 +1,4 @@
-"""What every backend promises: bytes of files arrive where they belong in memory, and nothing is left behind.
+"""Conformance tests of backends: bytes of files arrive where they belong in memory, and nothing is left behind.
 
 class TestMyBackend(BackendLaws):
     @pytest.fixture
@@ -41,50 +41,50 @@ Array = npt.NDArray[Any]
 Failure = TypeVar("Failure", bound=BaseException)
 MIB = 2**20
 SIZES = (300_001, 16 * BLOCK, 9 * MIB + 777)
-"""Bytes of the files that are read."""
+"""Bytes of the test files."""
 SMALL = Budget(3, 3 * 64 * 1024)
 """A budget with which small files take many requests."""
 HEADS = (BLOCK, 1000, 2 * BLOCK)
-"""Bytes of the headers of those that are proven: direct I/O cannot read the chunks of the second one in place."""
+"""Bytes of the headers of verified files. Direct I/O cannot read the chunks of the second file in place."""
 CHUNK = 4 * BLOCK
-"""Bytes that one digest of these is of."""
+"""Bytes of a chunk of a verified file, which one digest covers."""
 _UNTOUCHED = 0xEE
 _GUARD = 64
-"""Bytes between pieces of memory, at least."""
+"""Least bytes between pieces of memory."""
 _PATIENCE = 60.0
 
 
 def read(source: int, nbytes: int, target: int = 0, *, file: int = 0) -> Read:
-    """One run of bytes."""
+    """Return a read of one run of bytes."""
     return Read(file, Transfer(source, target, nbytes))
 
 
 def strided(source: int, nbytes: int, count: int, stride: int, pitch: int, *, file: int = 0) -> Read:
-    """Runs of bytes, `stride` from each other in the file and `pitch` in memory."""
+    """Return a read of runs of bytes, `stride` from each other in the file and `pitch` in memory."""
     return Read(file, Transfer(source, 0, nbytes, count, stride, pitch))
 
 
 @dataclass(frozen=True)
 class Region:
-    """Memory that lies by itself, and the reads that fill it; their targets are relative to its first byte."""
+    """A separate piece of memory, and the reads that fill it; their targets are relative to its first byte."""
 
     reads: tuple[Read, ...]
     skew: int = 0
-    """Its address, modulo the block."""
+    """Address of the region, modulo the block."""
 
     @property
     def nbytes(self) -> int:
-        """The end of its last byte."""
+        """Bytes of the region, up to the last one that is read."""
         return max((one.transfer.target_end for one in self.reads), default=0)
 
     @property
     def is_dense(self) -> bool:
-        """Whether the reads fill all of it."""
+        """True if the reads fill all of the region."""
         return sum(one.transfer.total_nbytes for one in self.reads) == self.nbytes
 
 
 def _many_small() -> list[Region]:
-    """Neighbors, some of which share blocks, and some that go backwards."""
+    """Return small regions, of reads that are neighbors, share blocks, or go backwards."""
     sizes = [3 + 7 * n % 90 for n in range(60)]
     starts = [BLOCK * (n % 50) + 13 * n for n in range(60)]
     return [Region((read(start, size),), 16 * n) for n, (start, size) in enumerate(zip(starts, sizes, strict=True))]
@@ -115,13 +115,13 @@ CASES: dict[str, list[Region]] = {
     "nothing": [],
     "memory of no bytes": [Region(()), Region((read(0, 10),)), Region(())],
 }
-"""Reads of every kind, by what they show."""
+"""Reads of every kind, by the case that they test."""
 _SOME = [Region((read(BLOCK, 200_000), read(0, 16 * BLOCK, 200_000, file=1))), Region((read(1, 100_000),), 5)]
 _LARGE = [Region((read(BLOCK, SIZES[2] - BLOCK, file=2),)), Region((read(1, 100_000),), 5)]
 
 
 def write_files(folder: Path) -> list[Path]:
-    """The files that are read, of random bytes."""
+    """Write the test files, of random bytes, and return their paths."""
     paths = [folder / f"file-{number}" for number in range(len(SIZES))]
     for seed, (path, size) in enumerate(zip(paths, SIZES, strict=True)):
         path.write_bytes(random.Random(seed).randbytes(size))
@@ -129,12 +129,12 @@ def write_files(folder: Path) -> list[Path]:
 
 
 def stored(paths: Sequence[Path]) -> tuple[StoredFile, ...]:
-    """Stored files, as backends get them."""
+    """Return the stored files for a backend."""
     return tuple(StoredFile(LocalStore(path.parent), path.name, size) for path, size in zip(paths, SIZES, strict=False))
 
 
 def proven(paths: Sequence[Path], folder: Path) -> tuple[StoredFile, ...]:
-    """Copies behind headers that name their content, with the digests of their chunks."""
+    """Return copies of the files after headers that name their content, with the digests of their chunks."""
     found = []
     for number, (path, start) in enumerate(zip(paths, HEADS, strict=True)):
         content, body = f"{number:032x}", path.read_bytes()
@@ -148,7 +148,7 @@ def proven(paths: Sequence[Path], folder: Path) -> tuple[StoredFile, ...]:
 
 
 def carried_out(reads: Sequence[Read], files: Sequence[Array], nbytes: int) -> tuple[Array, npt.NDArray[np.int_]]:
-    """Memory of that many bytes after the reads, and how often each byte was written."""
+    """Return memory of `nbytes` after the reads, and how often each byte was written."""
     memory, times = np.full(nbytes, _UNTOUCHED, np.uint8), np.zeros(nbytes, int)
     for one in reads:
         for run in range(one.transfer.count):
@@ -161,16 +161,16 @@ def carried_out(reads: Sequence[Read], files: Sequence[Array], nbytes: int) -> t
 
 @dataclass
 class Ground:
-    """Memory of a backend that pieces are read into, and what it should hold in the end."""
+    """Memory of a backend that pieces are read into, and the content that it should have in the end."""
 
     memory: Any
     offsets: Sequence[int]
-    """Where the pieces begin, as the memory counts."""
+    """Offsets of the pieces in the memory."""
     space: Array
     expected: Array
 
     def job(self, files: tuple[StoredFile, ...], pieces: Sequence[Region], **options: Any) -> ReadJob:
-        """The job that fills it."""
+        """Return the job that fills the memory."""
         starts = [0 if file.proof is None else file.proof.data_start for file in files]
         reads = (
             Read(one.file, one.transfer.shifted(source=starts[one.file], target=offset))
@@ -183,7 +183,7 @@ class Ground:
 def lay_out(
     backend: Backend[Any], pieces: Sequence[Region], contents: Sequence[Array], *, is_wrapped: bool = False
 ) -> Ground:
-    """Memory for the pieces, full of one byte: an arena of the backend, or tensors that it wraps."""
+    """Return memory for the pieces, filled with one byte: an arena of the backend, or tensors that it wraps."""
     positions, end = [], _GUARD
     for piece in pieces:
         positions.append(end + (piece.skew - end) % BLOCK)
@@ -211,7 +211,7 @@ def check_fill(
     is_wrapped: bool = False,
     **options: Any,
 ) -> None:
-    """Let a backend fill memory, and check the bytes, what `on_arrival` was told, and the progress."""
+    """Let a backend fill memory, and check the bytes, the calls of `on_arrival`, and the progress."""
     ground = lay_out(backend, pieces, contents, is_wrapped=is_wrapped)
     arrived: list[tuple[int, int]] = []
     progress: list[int] = []
@@ -240,7 +240,7 @@ def nothing_left_behind() -> Iterator[None]:
     threads, files = set(threading.enumerate()), _open_files()
     yield
     assert set(threading.enumerate()) <= threads, "threads are left"
-    assert _open_files() <= files, "open files are left"  # Fewer: garbage of before was collected.
+    assert _open_files() <= files, "open files are left"  # Fewer if garbage was collected.
 
 
 def _open_files() -> int:
@@ -248,21 +248,21 @@ def _open_files() -> int:
 
 
 class BackendLaws:
-    """The laws of filling memory of the host. A subclass gives the fixture `backend`."""
+    """The conformance tests of filling host memory. A subclass provides the fixture `backend`."""
 
     @pytest.fixture
     def backend(self) -> Backend[Any]:
-        """The backend."""
+        """Return the backend."""
         raise NotImplementedError(f"{type(self).__name__} has no fixture `backend`, expected one that returns one")
 
     @pytest.fixture
     def paths(self, tmp_path_factory: pytest.TempPathFactory) -> list[Path]:
-        """The files that are read."""
+        """Write the test files, and return their paths."""
         return write_files(tmp_path_factory.mktemp("stored"))
 
     @pytest.fixture
     def contents(self, paths: list[Path]) -> list[Array]:
-        """The bytes of these files."""
+        """Return the bytes of the test files."""
         return [np.fromfile(path, np.uint8) for path in paths]
 
     @law
@@ -273,7 +273,7 @@ class BackendLaws:
     ) -> None:
         """A job brings the bytes of each read to their place, and writes no other byte.
 
-        It tells `on_arrival` each byte once, counts them all as progress, and leaves no thread and no open file.
+        It reports each byte to `on_arrival` once, counts all bytes as progress, and leaves no thread and no open file.
         """
         check_fill(backend, stored(paths), contents, CASES[case], is_wrapped=wrapped)
 
@@ -282,7 +282,7 @@ class BackendLaws:
     def test_any_number_of_threads_gives_the_same(
         self, backend: Backend[Any], paths: list[Path], contents: list[Array], threads: int
     ) -> None:
-        """The budget's threads and buffers change nothing but the time."""
+        """The budget's threads and buffers change only the time, not the result."""
         pieces = [*CASES["one after the other"], *CASES["rows, made dense"], *CASES["several files"]]
         check_fill(backend, stored(paths), contents, pieces, budget=Budget(threads, threads * 32 * 1024))
 
@@ -296,14 +296,14 @@ class BackendLaws:
     def test_proven_files_give_the_same(
         self, backend: Backend[Any], paths: list[Path], contents: list[Array], tmp_path: Path, case: str
     ) -> None:
-        """Files whose bytes are proven (`StoredFile.is_proven`) give the same bytes as others."""
+        """Files that are verified (`StoredFile.is_proven`) yield the same bytes as others."""
         check_fill(backend, proven(paths, tmp_path), contents, CASES[case])
 
     @law
     def test_a_byte_that_differs_in_a_proven_file_is_found(
         self, backend: Backend[Any], paths: list[Path], contents: list[Array], tmp_path: Path
     ) -> None:
-        """One wrong bit in a chunk that is read of a proven file is a FormatError of the code "digest"."""
+        """One wrong bit in a chunk that is read of a verified file raises a FormatError with code "digest"."""
         files = proven(paths, tmp_path)
         with (tmp_path / paths[1].name).open("r+b") as file:
             file.seek(HEADS[1] + 5 * CHUNK // 2)
@@ -318,7 +318,7 @@ class BackendLaws:
     def test_a_file_that_is_not_as_expected_is_named(
         self, backend: Backend[Any], paths: list[Path], contents: list[Array], tmp_path: Path, change: int | None
     ) -> None:
-        """A file that is missing or of another length is a FormatError that names it, and the next job works."""
+        """A file that is missing or of another length raises a FormatError that names it, and the next job works."""
         broken = _copies(paths, tmp_path)
         if change is None:
             broken[1].unlink()
@@ -333,7 +333,7 @@ class BackendLaws:
     def test_a_file_that_is_cut_while_it_is_read_is_named(
         self, backend: Backend[Any], paths: list[Path], contents: list[Array], tmp_path: Path
     ) -> None:
-        """A file that becomes shorter during a job is a FormatError that says where it ends."""
+        """A file that becomes shorter during a job raises a FormatError with the byte at which it ends."""
         broken, cut = _copies(paths, tmp_path), 8 * MIB + 3 * BLOCK
         message = f"file-2: ends at byte {cut}, expected {SIZES[2]} bytes"
         options: dict[str, Any] = {"budget": Budget(1, 2**16)}
@@ -385,7 +385,7 @@ def _failure(
     on_progress: Callable[[int], None] | None = None,
     **options: Any,
 ) -> Failure:
-    """The error with which a job fails; it leaves nothing behind."""
+    """Return the error with which a job fails, and check that it leaves nothing behind."""
     ground = lay_out(backend, pieces, contents)
     with nothing_left_behind(), pytest.raises(error, match=message) as caught:
         backend.start(ground.memory, ground.job(files, pieces, **options)).join(on_progress)
@@ -393,7 +393,7 @@ def _failure(
 
 
 def _copies(paths: Sequence[Path], folder: Path) -> list[Path]:
-    """Copies of the files, to be damaged."""
+    """Return copies of the files, to be damaged."""
     copies = [folder / path.name for path in paths]
     for path, copy in zip(paths, copies, strict=True):
         copy.write_bytes(path.read_bytes())

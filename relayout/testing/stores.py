@@ -1,4 +1,4 @@
-"""What every store promises to those who read from it, and a bucket to those who publish outputs there.
+"""Conformance tests of stores for readers, and of buckets for writers that publish outputs there.
 
 class TestMyStore(StoreLaws):  # Or BucketLaws.
     @pytest.fixture
@@ -27,29 +27,29 @@ from relayout.testing import law
 
 NBYTES = 50 * 4096 + 123
 BYTES = random.Random(7).randbytes(NBYTES)
-"""The content of a file, of which a store that keeps what opening has brought does not have all."""
+"""The content of a file. It is too large for the part that some stores fetch and keep when they open a file."""
 _UNTOUCHED = 0xEE
 
 
 @dataclass(frozen=True)
 class StorePlace:
-    """Where one test makes stores."""
+    """The location in which one test creates stores."""
 
     url: str
-    """A path or URL of this test's own, below which there is nothing yet."""
+    """A path or URL for this test only. It has no files yet."""
     write: Callable[[Store, str, bytes], object]
-    """Makes a file of a store, or replaces one as a whole, as somebody else would."""
+    """Creates a file of a store, or replaces one as a whole, like another process would."""
     find: Callable[[str], Store] = find_store
-    """The store of a path or URL; by default as relayout finds it, by the scheme."""
+    """Returns the store of a path or URL; by default as relayout finds it, by the scheme."""
     is_listed: bool = True
-    """Whether the store tells all of its files, and not only those whose names are known."""
+    """True if the store lists all of its files. False: only files with known names can be found."""
 
     def store(self, name: str) -> Store:
-        """The store of a folder below."""
+        """Return the store of the subfolder `name`."""
         return self.find(f"{self.url}/{name}")
 
     def filled(self, name: str, **files: bytes) -> Store:
-        """Make a store with files in it. In the names of arguments "__" stands for a slash."""
+        """Return a store with files in it. In the names of arguments, "__" stands for a slash."""
         store = self.store(name)
         for file, content in files.items():
             self.write(store, file.replace("__", "/"), content)
@@ -57,18 +57,18 @@ class StorePlace:
 
 
 class StoreLaws:
-    """The laws of reading. A subclass gives the fixture `place`."""
+    """The conformance tests of reading. A subclass provides the fixture `place`."""
 
     @pytest.fixture
     def place(self) -> StorePlace:
-        """Where this test makes stores."""
+        """Return the location in which this test creates stores."""
         raise NotImplementedError(
             f"{type(self).__name__} has no fixture `place`, expected one that returns a StorePlace"
         )
 
     @law
     def test_what_is_written_is_read(self, place: StorePlace) -> None:
-        """The bytes of a file are those that were written, whole and by any range, also of an empty file."""
+        """The bytes of a file are those that were written, whole and in any range, also for an empty file."""
         store = place.filled("model", weights=BYTES, empty=b"")
         assert store.read("weights", NBYTES) == BYTES
         assert store.read("empty", 0) == b""
@@ -81,7 +81,7 @@ class StoreLaws:
     @law
     @pytest.mark.parametrize("access", [Access.BUFFERED, Access.AUTO, Access.ONCE])
     def test_a_read_ends_where_the_file_ends(self, place: StorePlace, access: Access) -> None:
-        """A read fills memory as far as the file reaches, and writes nothing behind that but zeros of a direct read."""
+        """A read fills memory up to the end of the file, and writes nothing after it except zeros of a direct read."""
         store = place.filled("model", weights=BYTES)
         with store.open("weights", NBYTES, access=access) as file:
             assert file.alignment in (1, 4096)
@@ -95,7 +95,7 @@ class StoreLaws:
 
     @law
     def test_direct_reads_are_direct(self, place: StorePlace) -> None:
-        """`Access.DIRECT` gives a file of alignment 4096, or an OSError that says "direct" and names the file."""
+        """`Access.DIRECT` opens a file of alignment 4096, or raises an OSError with "direct" and the file name."""
         store = place.filled("model", weights=BYTES)
         with suppress(OSError), store.open("weights", NBYTES, access=Access.DIRECT) as file:
             assert file.alignment == 4096
@@ -107,7 +107,7 @@ class StoreLaws:
 
     @law
     def test_a_descriptor_comes_with_a_path(self, place: StorePlace) -> None:
-        """`fileno` has a descriptor where `path` has a path, of the same file; else both are None."""
+        """`fileno` returns a descriptor if `path` returns a path, of the same file; else both return None."""
         store = place.filled("model", weights=BYTES)
         with store.open("weights") as file:
             fd, path = file.fileno(), store.path("weights")
@@ -132,7 +132,7 @@ class StoreLaws:
     @law
     @pytest.mark.parametrize("nbytes", [None, NBYTES])
     def test_a_missing_file_is_bad_input(self, place: StorePlace, nbytes: int | None) -> None:
-        """A missing file has no `stat`; to open or read it is a FormatError of the code "missing" that names it."""
+        """A missing file has no `stat`; opening or reading it raises a FormatError, code "missing", that names it."""
         store = place.filled("model", other=b"1")
         assert store.stat("weights") is None
         for call in (lambda: store.open("weights", nbytes), lambda: store.read("weights", 10)):
@@ -142,7 +142,7 @@ class StoreLaws:
 
     @law
     def test_a_file_of_another_length_is_refused(self, place: StorePlace) -> None:
-        """A file that has not the expected length is a FormatError that names both lengths."""
+        """A file that does not have the expected length is a FormatError with both lengths."""
         store = place.filled("model", weights=BYTES)
         for expected in (NBYTES - 1, NBYTES + 1, 0):
             with pytest.raises(FormatError, match=rf"weights: {NBYTES} bytes long, expected {expected}$"):
@@ -150,7 +150,7 @@ class StoreLaws:
 
     @law
     def test_a_small_file_has_a_limit(self, place: StorePlace) -> None:
-        """`read` returns a file up to its limit; a longer one is a FormatError that names the limit."""
+        """`read` returns a file up to its limit; a longer file is a FormatError with the limit."""
         store = place.filled("model", weights=b"12345")
         assert store.read("weights", 5) == b"12345"
         with pytest.raises(FormatError, match=r"weights: 5 bytes, limit 4$"):
@@ -158,7 +158,7 @@ class StoreLaws:
 
     @law
     def test_versions_tell_contents_apart(self, place: StorePlace) -> None:
-        """A file keeps its version; one of other content has another, and is not opened at the old version."""
+        """A file keeps its version; one of other content has another version, and cannot be opened at the old."""
         store = place.filled("model", weights=BYTES)
         before = store.stat("weights")
         assert before is not None
@@ -175,7 +175,7 @@ class StoreLaws:
 
     @law
     def test_a_replacement_is_never_mixed_in(self, place: StorePlace) -> None:
-        """A file that is replaced while it is open goes on with its old bytes, or is a FormatError that says so."""
+        """A file that is replaced while it is open keeps its old bytes, or raises a FormatError that reports it."""
         store = place.filled("model", weights=BYTES)
         with store.open("weights", NBYTES) as file:
             assert _read(file, 0, 100) == BYTES[:100]
@@ -191,7 +191,10 @@ class StoreLaws:
 
     @law
     def test_a_snapshot_stays_at_its_versions(self, place: StorePlace) -> None:
-        """What a snapshot has opened once it gives again as it was, or it is a FormatError; new files come as usual."""
+        """A file that a snapshot has opened has the same bytes when it is opened again, or raises a FormatError.
+
+        New files are found as usual.
+        """
         store = place.filled("model", weights=BYTES, other=b"1")
         load = store.snapshot()
         with load.open("weights", NBYTES) as file:
@@ -202,7 +205,10 @@ class StoreLaws:
 
     @law
     def test_all_files_are_listed_but_hidden_ones(self, place: StorePlace) -> None:
-        """`walk` has every file below, in folders too, none of a place beside, none whose name begins with a dot."""
+        """`walk` has every file below, also in subfolders.
+
+        It has no file of a neighboring location, and none with a name that begins with a dot.
+        """
         if not place.is_listed:
             pytest.skip("this store tells only files whose names are known")
         hidden = {".hidden": b"4", ".cache__d": b"5", "sub__.e": b"6"}
@@ -215,7 +221,7 @@ class StoreLaws:
 
     @law
     def test_a_walk_enters_only_the_folders_that_it_is_asked_to(self, place: StorePlace) -> None:
-        """A folder that `enter` does not select is listed as a folder, once, and nothing below it."""
+        """A folder that `enter` does not select is listed as a folder, once, without its contents."""
         if not place.is_listed:
             pytest.skip("this store tells only files whose names are known")
         store = place.filled("model", a=b"1", sub__b=b"2", sub__deep__c=b"3", sub__deep__d=b"4", other__e=b"5")
@@ -227,7 +233,7 @@ class StoreLaws:
     @law
     @pytest.mark.parametrize("name", ["with space", "grüße-模型.safetensors", "a+b%20c#d?e", "x" * 200])
     def test_names_may_be_anything(self, place: StorePlace, name: str) -> None:
-        """Names may have spaces, any letters, and what has a meaning in URLs; `location` shows them as they are."""
+        """Names may have spaces, any letters, and characters special in URLs; `location` shows them unchanged."""
         if not place.is_listed:
             pytest.skip("this store asks a server for names, which decides what they may be")
         store = place.filled("model", **{name: b"1234"})
@@ -237,7 +243,7 @@ class StoreLaws:
 
     @law
     def test_a_store_tells_what_is_at_its_place(self, place: StorePlace) -> None:
-        """`kind` tells a folder, a file and nothing from each other; the store shows the URL that it was given."""
+        """`kind` distinguishes a folder, a file and nothing; the store shows the URL that it was given."""
         if not place.is_listed:
             pytest.skip("this store tells only files whose names are known")
         folder = place.filled("folder", weights=BYTES)
@@ -249,7 +255,7 @@ class StoreLaws:
 
     @law
     def test_costs_are_possible(self, place: StorePlace) -> None:
-        """`cost` has a request of a multiple of 4096 bytes, a gap that is not negative, and one request or more."""
+        """`cost` has requests of a multiple of 4096 bytes, a gap of 0 or more, and at least one concurrent request."""
         cost = place.store("model").cost
         assert cost.request_nbytes >= 4096
         assert cost.request_nbytes % 4096 == 0
@@ -266,11 +272,11 @@ class StoreLaws:
 
 
 class BucketLaws(StoreLaws):
-    """The laws of reading, and those of writing for a client that has `put`, `upload` and `delete`."""
+    """The conformance tests of reading, and those of writing for a client that has `put`, `upload` and `delete`."""
 
     @law
     def test_a_small_object_is_replaced_by_who_knows_it(self, place: StorePlace) -> None:
-        """`put` writes where there is nothing, or over the version that was named; else it is a FileExistsError."""
+        """`put` writes where there is nothing, or over the given version; else it raises FileExistsError."""
         bucket, name, read = _bucket(place)
         first = bucket.put(name, b"1", None)
         _check_refused(bucket, name, None)
@@ -289,7 +295,7 @@ class BucketLaws(StoreLaws):
 
     @law
     def test_one_of_many_writers_wins(self, place: StorePlace) -> None:
-        """`put` where there is nothing succeeds for one of many threads that do so at the same time."""
+        """`put` where there is nothing succeeds for only one of several threads that call it at the same time."""
         bucket, name, read = _bucket(place)
 
         def is_written(content: bytes) -> bool:
@@ -308,7 +314,7 @@ class BucketLaws(StoreLaws):
 
     @law
     def test_deleting_leaves_what_is_not_named(self, place: StorePlace) -> None:
-        """`delete` removes the objects that are named, and no others; a name without an object is no error."""
+        """`delete` removes the objects that are named, and no others; a name without an object is not an error."""
         place.filled("model", a=b"1", ab=b"2", a__b=b"3")
         bucket, name, _ = _bucket(place, "a")
         bucket.delete([name, f"{name}/was/never/there"])
@@ -319,7 +325,7 @@ class BucketLaws(StoreLaws):
     @law
     @pytest.mark.parametrize("nbytes", [0, 5, 10 * 2**20])
     def test_a_file_is_uploaded_whole(self, place: StorePlace, tmp_path: Path, nbytes: int) -> None:
-        """`upload` sends all bytes of a file, in place of what is there, and returns the version that `stat` tells."""
+        """`upload` sends all bytes of a file, replaces an existing object, and returns the version that `stat` has."""
         place.filled("model", file=b"older")
         bucket, name, read = _bucket(place)
         content = random.Random(nbytes).randbytes(nbytes)
@@ -332,7 +338,7 @@ class BucketLaws(StoreLaws):
 
     @law
     def test_an_upload_that_is_given_up_makes_no_object(self, place: StorePlace, tmp_path: Path) -> None:
-        """`upload` asks `check` before each part; where that raises, so does it, and there is no object."""
+        """`upload` asks `check` before each part; if it raises, `upload` raises, too, and no object exists."""
         bucket, name, _ = _bucket(place)
         (tmp_path / "file").write_bytes(bytes(20 * 2**20))
 
@@ -348,7 +354,10 @@ class BucketLaws(StoreLaws):
 
 
 def _bucket(place: StorePlace, name: str = "file") -> tuple[WritableClient, str, Callable[[], bytes | None]]:
-    """The client of a place, an object's name there, and what reads it by a new store; None: it is not there."""
+    """Return the client of a location, an object's name there, and a function that reads the object by a new store.
+
+    The function returns None if the object does not exist.
+    """
     store = place.store("model")
     assert isinstance(store, CloudStore), f"{type(store).__name__}, expected a CloudStore"
     assert isinstance(store.client, WritableClient), f"{type(store.client).__name__} has not all of put, upload, delete"
@@ -363,7 +372,7 @@ def _check_refused(bucket: WritableClient, name: str, replaced: Version | None) 
 
 
 def _memory(nbytes: int) -> memoryview:
-    """Memory that fits direct I/O, full of one byte."""
+    """Return memory that is aligned for direct I/O, filled with one byte."""
     view = memoryview(mmap.mmap(-1, max(1, nbytes)))[:nbytes]
     view[:] = bytes([_UNTOUCHED]) * nbytes
     return view

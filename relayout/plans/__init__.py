@@ -1,1 +1,1 @@
-"""Which rank holds what: families, cuts, quantization. Pure except reading plan files."""
+"""Rules that assign slices of tensors to ranks: families, cuts, quantization. Pure except for reading plan files."""

@@ -1,7 +1,7 @@
-"""Divides dimensions, and experts, among ranks. Pure integer arithmetic.
+"""Divides dimensions and experts among ranks. Pure integer arithmetic.
 
-The rules follow the engines (vLLM 0.33 `model_executor/layers/linear.py` and `vocab_parallel_embedding.py`,
-SGLang 0.5 for a vocabulary that is not a multiple).
+The rules are those of the engines (vLLM 0.33 `model_executor/layers/linear.py` and `vocab_parallel_embedding.py`;
+SGLang 0.5 for a vocabulary that cannot be divided evenly).
 """
 
 from __future__ import annotations
@@ -43,19 +43,19 @@ VOCABULARY_MULTIPLE = 64
 _MAX_SIZE = 2**63 - 1
 
 _MAX_RANGES = 2**16
-"""Largest number of ranges that a fused dimension is divided into."""
+"""Largest number of ranges in a fused dimension."""
 
 _MAX_COLUMNS = 2**12
-"""Largest number of columns of all hash tables together."""
+"""Largest number of columns in all hash tables together."""
 
 _WITNESSES = (2, 3, 5, 7, 11, 13, 17, 19, 23, 29, 31, 37)
-"""With these the test of Miller and Rabin is exact below 3.1 * 10**23 (Sorenson and Webster, 2015)."""
+"""Bases that make the Miller-Rabin primality test exact below 3.1 * 10**23 (Sorenson and Webster, 2015)."""
 
 _HEADS = frozenset({"heads", KV_HEADS})
 
 
 class Sizes:
-    """Looks up the sizes that a family's rules need in config.json; that of the language model has precedence."""
+    """Looks up the sizes that a family's rules use in config.json. The language model's object has precedence."""
 
     def __init__(
         self,
@@ -63,21 +63,21 @@ class Sizes:
         config: Mapping[str, Any],
         defaults: Mapping[str, int] | None = None,
     ) -> None:
-        """`defaults` has the values of keys that config.json leaves out."""
+        """Initialize the lookup; `defaults` has the values of keys that config.json omits."""
         nested = language_config(config)
         self._configs = (nested, config, defaults or {})
         self._sources = sources
 
     def has(self, size: str) -> bool:
-        """Whether the plan says where to find the size."""
+        """Return True if the plan has a source for the size."""
         return size in self._sources
 
     def is_computed(self, size: str) -> bool:
-        """Whether the plan has a quotient for the size, where config.json does not have it."""
+        """Return True if one of the plan's sources for the size is a quotient."""
         return any("/" in str(source.use) for source in self._sources.get(size, ()))
 
     def find(self, size: str) -> int | None:
-        """The size, or None if config.json does not have it."""
+        """Return the size, or None if config.json does not have it."""
         for source in self._sources.get(size, ()):
             if source.when is not None and self._value(source.when) != source.equals:
                 continue
@@ -100,7 +100,7 @@ class Sizes:
         return look_up(key, *self._configs)
 
     def get(self, size: str) -> int:
-        """The size."""
+        """Return the size, or raise PlanError if config.json does not have it."""
         value = self.find(size)
         if value is None:
             keys = " or ".join(str(source.use) for source in self._sources.get(size, ()))
@@ -112,7 +112,7 @@ class Sizes:
 
 
 def divide(rule: Rule, size: int, sizes: Sizes, num_ranks: int) -> list[tuple[Range, ...]]:
-    """For each rank the ranges that it holds of a dimension of `size` elements, in the rank's order."""
+    """Return, for each rank, its ranges of a dimension of `size` elements, in the order that the rank stores them."""
     if len(rule.units) > 1 or rule.widths:
         return _fused(rule, size, sizes, num_ranks)
     [unit] = rule.units
@@ -137,7 +137,7 @@ def divide(rule: Rule, size: int, sizes: Sizes, num_ranks: int) -> list[tuple[Ra
 
 
 def even_ranges(size: int, count: int, num_ranks: int, *, share: bool = False) -> list[Range]:
-    """Divide `count` groups of `size // count` elements evenly among the ranks: (start, length) of each rank.
+    """Divide `count` groups of `size // count` elements evenly; return (start, length) for each rank.
 
     With `share` and more ranks than groups, each group is held by the same number of neighboring ranks
     (vLLM 0.33 QKVParallelLinear: KV head `rank // (num_ranks // count)`).
@@ -158,10 +158,10 @@ def even_ranges(size: int, count: int, num_ranks: int, *, share: bool = False) -
 
 
 def vocabulary_ranges(size: int, num_ranks: int) -> list[Range]:
-    """Divide vocabulary rows as engines do: padded to a multiple of 64 to compute the ranges, stored without padding.
+    """Divide vocabulary rows as engines do: pad to a multiple of 64, divide, and drop the padding.
 
-    If the ranks do not divide the padded size, it is padded to a multiple of 64 x ranks (SGLang 0.5
-    `vocab_parallel_embedding.py`; vLLM raises an error). The last ranks may hold fewer rows, or zero.
+    If the number of ranks does not divide the padded size, pad to a multiple of 64 x ranks (SGLang 0.5
+    `vocab_parallel_embedding.py`; vLLM raises an error). The last ranks may hold fewer rows, or none.
     """
     padded = align_up(size, VOCABULARY_MULTIPLE)
     if padded % num_ranks:
@@ -170,9 +170,9 @@ def vocabulary_ranges(size: int, num_ranks: int) -> list[Range]:
 
 
 def ragged_ranges(size: int, block: int, num_ranks: int) -> list[Range]:
-    """Divide whole blocks: each rank holds the rounded-up share, the last ranks may hold fewer or zero.
+    """Divide whole blocks: each rank holds the rounded-up share, and the last ranks may hold less, or nothing.
 
-    So does vLLM 0.33 (`models/gpt_oss.py`).
+    vLLM 0.33 does the same (`models/gpt_oss.py`).
     """
     if size % block:
         raise PlanError(f"{size} elements, not a multiple of the block size {block}", code="indivisible")
@@ -180,14 +180,14 @@ def ragged_ranges(size: int, block: int, num_ranks: int) -> list[Range]:
 
 
 def hash_columns(size: int, vocabulary: int, count: int) -> tuple[int, ...]:
-    """The rows of each of the `count` columns of a hash table of n-grams, which has `size` rows.
+    """Return the number of rows in each of the `count` columns of a hash table of n-grams with `size` rows.
 
-    Each column has a prime number of rows. The tables of a model take the primes from `vocabulary` on, in order and
-    none twice, so the sum of a table's primes says which ones it has. So do vLLM 0.33
+    The number of rows in each column is prime. The tables of a model use the primes from `vocabulary` on in ascending
+    order, each once, so the sum of a table's primes identifies its columns. The rule is that of vLLM 0.33
     (`models/deepseek_v41/common/engram.py`, `EngramLayout`) and SGLang 0.5.23 (`srt/layers/engram.py`).
 
     Raises:
-        PlanError: no table has so many rows.
+        PlanError: `size` is not the sum of `count` successive primes of that sequence, or `count` is out of range.
     """
     if not 1 <= count <= _MAX_COLUMNS:
         raise PlanError(f"{count} columns of a hash table, expected 1 to {_MAX_COLUMNS}", code="config")
@@ -203,13 +203,13 @@ def _columns_of(size: int, vocabulary: int, count: int) -> tuple[int, ...] | Non
     found = _primes(vocabulary)
     for _ in range(_MAX_COLUMNS // count if vocabulary * count <= size else 0):
         columns = tuple(islice(found, count))
-        if sum(columns) >= size:  # The sums rise.
+        if sum(columns) >= size:  # The sums are ascending, so no later one can match.
             return columns if sum(columns) == size else None
     return None
 
 
 def _primes(start: int) -> Iterator[int]:
-    """The primes from `start` on."""
+    """Yield the primes from `start` on."""
     candidate = max(start, 2)
     while True:
         if _is_prime(candidate):
@@ -230,10 +230,11 @@ def _is_prime(number: int) -> bool:
 
 
 def hash_ranges(size: int, columns: Sequence[int], num_ranks: int) -> list[Range]:
-    """Divide the whole columns of a hash table: each rank holds the rounded-up share, the last may hold fewer.
+    """Divide the columns of a hash table: each rank holds the rounded-up share, and the last ones may hold fewer.
 
-    So does vLLM 0.33 (`ParallelEngramEmbedding`), and SGLang 0.5.23 (`shard_range`) where the ranks divide the columns.
-    Where a rank would hold no column, which vLLM refuses, ranks hold equal numbers of rows, rounded down, as in SGLang.
+    vLLM 0.33 does the same (`ParallelEngramEmbedding`), and so does SGLang 0.5.23 (`shard_range`) if the number of
+    ranks divides the number of columns. If a rank would hold no column (an error in vLLM), all ranks hold equal numbers
+    of rows instead, rounded down, as in SGLang.
     """
     share = -(-len(columns) // num_ranks)
     starts = [0, *accumulate(columns)]
@@ -244,29 +245,29 @@ def hash_ranges(size: int, columns: Sequence[int], num_ranks: int) -> list[Range
 
 
 def part_of(ranges: Sequence[Range], start: int, length: int) -> tuple[Range, ...]:
-    """What ranges of an axis have of its elements `[start, start + length)`, counted from `start`."""
+    """Return the parts of `ranges` inside `[start, start + length)`, counted from `start`."""
     clipped = [(max(first, start), min(first + count, start + length)) for first, count in ranges]
     return tuple((first - start, end - first) for first, end in clipped if first < end)
 
 
 def owner(expert: int, count: int, num_ranks: int) -> int:
-    """The rank that owns the expert: the one whose range of `owner_ranges` contains it."""
+    """Return the rank that owns the expert: the rank for which `owner_ranges` contains it."""
     base, rest = divmod(count, num_ranks)
-    first = rest * (base + 1)  # Number of experts on the ranks that hold one more.
+    first = rest * (base + 1)  # Number of experts on the ranks that hold one expert more.
     return expert // (base + 1) if expert < first else rest + (expert - first) // base
 
 
 def owner_ranges(count: int, num_ranks: int) -> list[Range]:
-    """Divide whole experts into contiguous blocks; the first ranks hold one more each if there is a remainder.
+    """Divide experts into contiguous blocks; if there is a remainder, the first ranks hold one expert more each.
 
-    So does vLLM 0.33 (`fused_moe/expert_map_manager.py`, linear placement).
+    vLLM 0.33 does the same (`fused_moe/expert_map_manager.py`, linear placement).
     """
     base, rest = divmod(count, num_ranks)
     return [(rank * base + min(rank, rest), base + (rank < rest)) for rank in range(num_ranks)]
 
 
 def checked_cut(dtype: str, shape: tuple[int, ...], slices: tuple[Slice, ...]) -> Cut:
-    """The cut, its slices in canonical form, checked to divide the tensor at whole bytes."""
+    """Return a cut with slices in canonical form, after checking that each slice consists of whole bytes."""
     cut = Cut(tuple(part.canonical(shape) for part in slices))
     _ = cut.tensor(dtype, shape).transfers
     return cut
@@ -275,18 +276,18 @@ def checked_cut(dtype: str, shape: tuple[int, ...], slices: tuple[Slice, ...]) -
 def with_experts(
     family: Family, tensors: Sequence[PlannedTensor], slices: Sequence[Slice], experts: str | Iterable[int]
 ) -> list[Slice]:
-    """Return the slices of a rank with these experts, each whole, in place of what the rank has of experts.
+    """Replace a rank's slices of the experts by the given experts, each held whole.
 
-    Scales of the inputs of experts are unchanged: each rank has those of all experts.
+    Input scales of experts are unchanged: each rank has the scales of all experts.
 
     Args:
         family: the rules, which name the tensors of experts.
         tensors: the tensors of the checkpoint.
-        slices: what the rank has of each tensor.
-        experts: numbers, as for `core.arguments.numbers`.
+        slices: the rank's slice of each tensor.
+        experts: the experts' numbers, in a form that `core.arguments.numbers` accepts.
 
     Raises:
-        PlanError: no tensor is of experts; or `experts` has a number that no layer has.
+        PlanError: no tensor belongs to an expert, or `experts` contains a number that no layer has.
     """
     stored = [_experts_in(family, tensor) for tensor in tensors]
     count = max((numbers_of.stop for numbers_of in stored if numbers_of is not None), default=0)
@@ -306,7 +307,7 @@ def with_experts(
 
 
 def _experts_in(family: Family, tensor: PlannedTensor) -> range | None:
-    """Return the numbers of the experts whose weights a tensor has; None: it is not of experts."""
+    """Return the numbers of the experts that a tensor has weights of; None if it does not belong to experts."""
     expert = family.expert(tensor.name)
     if expert is not None:
         return None if tensor.name.rpartition(".")[2] in INPUT_SCALES else range(expert, expert + 1)
@@ -314,7 +315,7 @@ def _experts_in(family: Family, tensor: PlannedTensor) -> range | None:
 
 
 class ExpertOwners:
-    """Assigns experts to ranks."""
+    """Assigns the tensors of experts to ranks, for expert parallelism."""
 
     def __init__(self, family: Family, sizes: Sizes, whole: Cut) -> None:
         self._family = family
@@ -324,7 +325,7 @@ class ExpertOwners:
         self._owned: dict[int, Cut] = {}
 
     def owners(self, tensor: PlannedTensor) -> Cut | None:
-        """The cut of the tensor; None: it does not belong to an expert."""
+        """Return the cut of the tensor, or None if it does not belong to an expert."""
         expert = self._family.expert(tensor.name)
         if expert is not None:
             if tensor.name.rpartition(".")[2] in INPUT_SCALES:
@@ -355,9 +356,9 @@ def _ceil_ranges(size: int, share: int, num_ranks: int) -> list[Range]:
 
 
 def _fused(rule: Rule, size: int, sizes: Sizes, num_ranks: int) -> list[tuple[Range, ...]]:
-    """Divide each part of a fused dimension; a rank holds its range of each part in turn.
+    """Divide each part of a fused dimension; each rank holds its range of the first part, then of the second, etc.
 
-    So do fused layers of engines (vLLM 0.33 MergedColumnParallelLinear and QKVParallelLinear).
+    The fused layers of engines do the same (vLLM 0.33 MergedColumnParallelLinear and QKVParallelLinear).
     """
     parts = _parts(rule, size, sizes)
     groups = 1 if rule.interleaved is None else sizes.get(rule.interleaved)
@@ -383,7 +384,7 @@ def _fused(rule: Rule, size: int, sizes: Sizes, num_ranks: int) -> list[tuple[Ra
 
 
 def _parts(rule: Rule, size: int, sizes: Sizes) -> list[tuple[int, int]]:
-    """For each part of a fused dimension: its number of units, and the number of elements of each unit."""
+    """Return, for each part of a fused dimension, its number of units and the number of elements in each unit."""
     if set(rule.units) == {EVEN}:
         if size % len(rule.units):
             raise PlanError(
@@ -408,9 +409,9 @@ def _parts(rule: Rule, size: int, sizes: Sizes) -> list[tuple[int, int]]:
 
 
 def _check_heads(size: int, count: int, sizes: Sizes, name: str = HEAD_DIM) -> None:
-    """Raise PlanError unless the dimension has the declared heads, of the declared size.
+    """Raise PlanError unless the dimension consists of the declared number of heads of the declared size.
 
-    The size of a head may be unknown if the plan does not compute it: its heads may have several sizes.
+    If the plan does not compute the head size, it may be unknown, since the model may have heads of several sizes.
     """
     head_dim = sizes.get(name) if sizes.is_computed(name) else sizes.find(name)
     if size % count or (head_dim is not None and size != count * head_dim):

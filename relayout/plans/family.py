@@ -30,47 +30,47 @@ from relayout.storage.local.store import read_small
 
 EVEN, VOCABULARY, RAGGED, HASH_COLUMNS = "even", "vocabulary", "ragged", "hash_columns"
 UNITS = frozenset({EVEN, VOCABULARY, RAGGED, HASH_COLUMNS})
-"""Units without a size. Any other unit is the name of a size: the number of groups, such as heads."""
+"""Units without a size. Any other unit is the name of a size, which gives the number of groups (such as heads)."""
 
 KV_HEADS, STATE_GROUPS = "kv_heads", "state_groups"
 SHARED = frozenset({KV_HEADS, STATE_GROUPS})
-"""Units that neighboring ranks share if there are more ranks than units. So are sizes that end in `_kv_heads`."""
+"""Units that neighboring ranks share if there are more ranks than units. Sizes named `*_kv_heads` are shared, too."""
 
 HEAD_DIM = "head_dim"
-"""The size of one head, checked against dimensions that are cut by heads."""
+"""Name of the size "elements per head". Dimensions that are cut by heads are checked against it."""
 _HEADS = re.compile(r"(|.*?_)(kv_)?heads")
-"""Names of units that are heads, and the prefix that layers with heads of their own have in these names."""
+"""Matches the units that are heads. Group 1 is the prefix of layers that have a head size of their own."""
 
 EXPERTS = "experts"
-"""The number of experts."""
+"""Name of the size "number of experts"."""
 
 HASH_VOCABULARY, MAX_NGRAM, HASH_HEADS = "hash_vocabulary", "max_ngram", "hash_heads"
-"""The sizes that say how many rows the columns of a hash table have, see `division.hash_columns`."""
+"""Names of the sizes that determine the number of rows in each column of a hash table (`division.hash_columns`)."""
 
 BUILTIN, FILE, TRANSFORMERS = "builtin", "file", "transformers"
-"""Origins of plans that have rules: part of relayout, a plan file, the transformers package."""
+"""Origins of plans with rules: built into relayout, a plan file, the transformers package."""
 
 ENGINES: Mapping[str, str] = {"vllm": "vLLM", "sglang": "SGLang"}
-"""Engines that plans are observed from, by package, and their names in messages. The package is the origin of such
-plans, and the module `relayout.observe.PACKAGE` observes it."""
+"""Engines that plans can be observed from: package name -> name in messages. The package name is the origin of
+observed plans, and the module `relayout.observe.PACKAGE` does the observing."""
 
 MAX_PLAN_NBYTES = 2**18
-"""The largest plan file."""
+"""Largest size of a plan file, in bytes."""
 _MAX_NUMBER = 2**53 - 1
-"""Larger ones are not exact in every JSON reader."""
+"""Largest number in a plan. Some JSON readers do not represent larger integers exactly."""
 _KEYS = frozenset(
     {"model_types", "quantization", "language_prefixes", "transposed", "layers", "sizes", "defaults", "cut", "experts"}
 )
 _LAYERS = re.compile(r"<(\w+)>")
-"""The name of a set of layers in a pattern."""
+"""Matches the name of a set of layers in a pattern."""
 _MAX_LAYERS = 10_000
 _WORDS = 40
-"""Numbers of layers in one pattern."""
+"""Largest number of layer numbers in one pattern."""
 
 
 @dataclass(frozen=True, slots=True)
 class SizeSource:
-    """Where to find a size."""
+    """One place in config.json to find a size, or the size itself."""
 
     use: str | int
     """A key of config.json, a quotient of two keys "A / B", or the size itself."""
@@ -82,15 +82,15 @@ class SizeSource:
 
 @dataclass(frozen=True, slots=True)
 class LayerSet:
-    """The layers that a list in config.json selects."""
+    """A set of layers that is selected by a list in config.json."""
 
     key: str
     """The key of the list."""
     equals: str | int | bool | None = None
-    """The value of the selected layers in a list with one entry for each layer. None: the list has their numbers."""
+    """The value that marks selected layers in a list with one entry per layer. None: the list has layer numbers."""
 
     def numbers(self, config: Mapping[str, Any]) -> list[int]:
-        """The numbers of the layers, ascending; empty if config.json does not have the list."""
+        """Return the numbers of the layers in ascending order; empty if config.json does not have the list."""
         listed = look_up(self.key, language_config(config), config)
         if not isinstance(listed, list):
             return []
@@ -101,29 +101,30 @@ class LayerSet:
 
 @dataclass(frozen=True, slots=True)
 class Rule:
-    """How the tensors that match a pattern are cut."""
+    """A rule that cuts all tensors that match a pattern."""
 
     pattern: str
     """A pattern for tensor names, see `core.arguments`."""
     dim: int | None
-    """The dimension that is cut; None: every rank holds the whole tensor."""
+    """The dimension that is cut. None: every rank holds the whole tensor."""
     units: tuple[str, ...] = ()
-    """What the dimension is divided by. Several units: the dimension is fused from as many parts, one unit each."""
+    """Units that the dimension is divided into. Several units: the dimension is fused from one part per unit."""
     widths: tuple[str, ...] = ()
-    """For each unit the size that is its number of elements; (): all units have the same number."""
+    """For each unit, the name of the size that is its number of elements. (): all units have equally many elements."""
     interleaved: str | None = None
-    """The size that counts the groups of a fused dimension; each group has its share of each part. None: no groups."""
+    """Name of the size that is the number of groups in a fused dimension. Each group contains a share of every part.
+    None: no groups."""
     block: int = 1
-    """Number of elements that are not separated, for the unit `RAGGED`."""
+    """Number of consecutive elements that must stay together; used with the unit `RAGGED`."""
     or_whole: bool = False
-    """Whether every rank holds the whole tensor at degrees at which the dimension cannot be divided."""
+    """True if every rank holds the whole tensor at degrees that cannot divide the dimension."""
     whole_unless: str | None = None
-    """The size that the degree must divide; at other degrees every rank holds the whole tensor. None: any degree."""
+    """Name of a size that the degree must divide, else every rank holds the whole tensor. None: any degree."""
     is_squeezed: bool = False
-    """Whether `dim` counts only dimensions of more than one element, as of the shape after `squeeze`."""
+    """True if `dim` counts only dimensions with more than one element, like the shape after `squeeze`."""
     is_table: bool = False
-    """Whether a rank's rows are stored as one run. With `#` in the pattern, tensors that differ only in that number are
-    one table: their rows follow each other in the order of the numbers, and are cut together."""
+    """True if a rank's rows are stored as one run. If the pattern contains `#`, tensors that differ only in that number
+    form one table: their rows are concatenated in the order of the numbers and cut as one tensor."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -133,41 +134,44 @@ class Family:
     name: str
     """Name of the built-in plan or of the file, or the model type."""
     origin: str
-    """`BUILTIN`, `FILE`, `TRANSFORMERS`, or a key of `ENGINES`: observed from that engine, without rules."""
+    """`BUILTIN`, `FILE`, `TRANSFORMERS`, or a key of `ENGINES` for a plan observed from that engine, without rules."""
     _: KW_ONLY
     model_types: tuple[str, ...] = ()
     """Values of `model_type` in config.json that the plan applies to."""
     quantization: str | None = None
-    """The only `quant_method` that the plan applies to; None: any."""
+    """The only `quant_method` that the plan applies to. None: any method."""
     prefixes: tuple[str, ...] = ()
     """Prefixes that may be removed from a name that no rule matches, longest first."""
     sizes: Mapping[str, tuple[SizeSource, ...]] = field(default_factory=dict)
-    """Sizes that rules need, and their sources; the first source that has a value is used."""
+    """Sizes that the rules use, and their sources. The first source that has a value is used."""
     layers: Mapping[str, LayerSet] = field(default_factory=dict)
-    """Sets of layers, whose names are in `<>` in patterns. A resolved family has none."""
+    """Sets of layers by name. Patterns contain the names in `<>`. A resolved family has no sets of layers."""
     defaults: Mapping[str, Mapping[str, int]] = field(default_factory=dict)
-    """For a model type of the language model: the values of the keys that its config.json may leave out."""
+    """Model type of the language model -> values of keys that its config.json may omit."""
     rules: tuple[Rule, ...] = ()
-    """How tensors are cut: the first rule that matches a tensor is used."""
+    """Rules for cutting tensors. The first rule that matches a tensor is used."""
     experts_each: tuple[str, ...] = ()
-    """Patterns of tensors of one expert, whose number is at `#`."""
+    """Patterns of tensors that belong to one expert. The expert's number is at `#`."""
     experts_stacked: tuple[str, ...] = ()
     """Patterns of tensors with one entry for each expert along dim 0."""
     is_transposed: bool = False
-    """Whether weights are stored [in, out], so that dim 0 of a rule is dim 1 of a quantized weight."""
+    """True if weights are stored [in, out]. Dim 0 of a rule is then dim 1 of a quantized weight."""
 
     @property
     def full_name(self) -> str:
-        """ORIGIN:NAME."""
+        """The origin and the name, as `ORIGIN:NAME`."""
         return f"{self.origin}:{self.name}"
 
     def defaults_of(self, config: Mapping[str, Any]) -> Mapping[str, int]:
-        """The values of the keys that this config.json leaves out."""
+        """Return the default values of the keys that this config.json omits."""
         given = {*config, *language_config(config)}
         return {key: value for key, value in self.defaults.get(language_type(config), {}).items() if key not in given}
 
     def resolved(self, config: Mapping[str, Any]) -> Family:
-        """The family for this config.json, as a conversion records it: without layers, paths, and other defaults.
+        """Return the family as a conversion records it for this config.json.
+
+        In the result, patterns contain layer numbers instead of sets of layers, and sizes that were paths into
+        config.json are numbers. Defaults are restricted to the keys that this config.json omits.
 
         Raises:
             PlanError: config.json selects more layers than a plan may name.
@@ -208,31 +212,34 @@ class Family:
 
     @property
     def depends_on_numbers(self) -> bool:
-        """Whether names that differ only in numbers may have different rules."""
+        """True if names that differ only in numbers may have different rules."""
         return any(map(depends_on_numbers, (*(rule.pattern for rule in self.rules), *self.prefixes)))
 
     @property
     def depends_on_later_numbers(self) -> bool:
-        """Whether names that differ only in numbers behind their first one may have different rules."""
+        """True if names that differ only in numbers after their first number may have different rules."""
         in_prefixes = any(map(depends_on_numbers, self.prefixes))
         return in_prefixes or any(depends_on_later_numbers(rule.pattern) for rule in self.rules)
 
     def rule(self, name: str) -> Rule | None:
-        """The rule for the tensor `name`, or None."""
+        """Return the rule for the tensor `name`, or None if no rule matches."""
         found = self._find([rule.pattern for rule in self.rules], name)
         return None if found is None else self.rules[found[0]]
 
     def expert(self, name: str) -> int | None:
-        """The number of the expert that the tensor `name` belongs to, or None."""
+        """Return the number of the expert that the tensor `name` belongs to, or None."""
         found = self._find(self.experts_each, name)
         return None if found is None else int(found[1][1])
 
     def stacks_experts(self, name: str) -> bool:
-        """Whether the tensor `name` has one entry for each expert along dim 0."""
+        """Return True if the tensor `name` has one entry for each expert along dim 0."""
         return self._find(self.experts_stacked, name) is not None
 
     def _find(self, patterns: Sequence[str], name: str) -> tuple[int, re.Match[str]] | None:
-        """The first pattern that matches the name, or else the name without its prefix: its index, and the match."""
+        """Return the index of the first pattern that matches the name, and the match.
+
+        If no pattern matches the full name, the name without its prefix is tried.
+        """
         prefix = next((prefix for prefix in self.prefixes if name.startswith(prefix)), "")
         for candidate in (name, name.removeprefix(prefix)) if prefix else (name,):
             for index, pattern in enumerate(patterns):
@@ -242,19 +249,22 @@ class Family:
 
 
 def language_config(config: Mapping[str, Any]) -> Mapping[str, Any]:
-    """The object that config.json has for the language model of a multimodal one; empty if it has none."""
+    """Return the object in config.json for the language model of a multimodal model; empty if it does not exist."""
     thinker = config.get("thinker_config")
     nested = (thinker if isinstance(thinker, Mapping) else config).get("text_config")
     return nested if isinstance(nested, Mapping) else {}
 
 
 def look_up(key: str, *configs: Mapping[str, Any]) -> Any:
-    """The value of the first object that has the key, not as null; else None."""
+    """Return the value of `key` from the first object where it exists and is not null; None otherwise."""
     return next((config[key] for config in configs if config.get(key) is not None), None)
 
 
 def _without_paths(sources: Sequence[SizeSource], config: Mapping[str, Any]) -> Iterator[SizeSource]:
-    """The sources; instead of the path of a key in objects of config.json, what it has there."""
+    """Yield the sources, with paths into config.json replaced by the numbers found there.
+
+    Paths that lead to no number are omitted.
+    """
     for source in sources:
         if not isinstance(source.use, str) or "." not in source.use:
             yield source
@@ -263,7 +273,7 @@ def _without_paths(sources: Sequence[SizeSource], config: Mapping[str, Any]) -> 
 
 
 def _follow(path: Sequence[str], *objects: Any) -> int | None:
-    """The first positive integer at the path, of which `*` is any key."""
+    """Return the first positive integer at the path in any of the objects; `*` in the path matches any key."""
     for value in objects:
         if not path:
             if type(value) is int and 0 < value <= _MAX_NUMBER:
@@ -277,22 +287,25 @@ def _follow(path: Sequence[str], *objects: Any) -> int | None:
 
 
 def is_shared(unit: str) -> bool:
-    """Whether neighboring ranks share a unit if there are more ranks than units."""
+    """Return True if neighboring ranks share this unit when there are more ranks than units."""
     return unit in SHARED or unit.endswith(f"_{KV_HEADS}")
 
 
 def head_dim_of(unit: str) -> str | None:
-    """The name of the size of one head, for a unit that is heads; None for other units."""
+    """Return the name of the size "elements per head" if the unit is heads; None for other units."""
     heads = _HEADS.fullmatch(unit)
     return None if heads is None else f"{heads[1]}{HEAD_DIM}"
 
 
 def _with_numbers(pattern: str, layers: Mapping[str, Sequence[int]]) -> list[str]:
-    """The pattern with numbers in the place of the name of a set of layers: several, so that none is slow to match."""
+    """Replace the name of a set of layers in a pattern by layer numbers.
+
+    Several patterns are returned, so that each one has few alternatives and matches quickly.
+    """
     found = _LAYERS.search(pattern)
     if found is None:
         return [pattern]
-    # No word of equal length begins with another.
+    # Words of equal length: no word is a prefix of another one.
     by_length = groupby(map(str, layers[found[1]]), key=len)
     parts = [
         words[i : i + _WORDS] for words in (list(group) for _, group in by_length) for i in range(0, len(words), _WORDS)
@@ -301,19 +314,19 @@ def _with_numbers(pattern: str, layers: Mapping[str, Sequence[int]]) -> list[str
 
 
 def language_type(config: Mapping[str, Any]) -> str:
-    """The model type of the language model, or of the whole model if config.json does not name that; may be empty."""
+    """Return the model type of the language model; else that of the whole model; else an empty string."""
     types = (language_config(config).get("model_type"), config.get("model_type"))
     return next((value for value in types if isinstance(value, str)), "")
 
 
 @cache
 def builtin_families() -> tuple[Family, ...]:
-    """The built-in plans, sorted by name."""
+    """Return the built-in plans, sorted by name."""
     return tuple(_builtin(name) for name in sorted(_builtin_texts()))
 
 
 def builtin_text(name: str) -> str:
-    """The text of a built-in plan file."""
+    """Return the text of a built-in plan file."""
     texts = _builtin_texts()
     if name not in texts:
         known = f"; `relayout plans list` lists {len(texts)}"
@@ -322,17 +335,17 @@ def builtin_text(name: str) -> str:
 
 
 def read_family(path: Path) -> Family:
-    """Read a plan file, or the built-in plan of this name where there is no such file (`--plan`).
+    """Read a plan file, or the built-in plan with this name if no such file exists (`--plan`).
 
     Args:
-        path: a file; NAME or builtin:NAME.
+        path: path of a file, or NAME, or builtin:NAME.
     """
     prefix, _, name = str(path).rpartition(":")
     if prefix == BUILTIN or (str(path) in _builtin_texts() and not path.is_file()):
         builtin_text(name)
         return _builtin(name)
     if str(path) == path.stem and not path.exists():
-        builtin_text(str(path))  # Says which name was meant.
+        builtin_text(str(path))  # Raises an error that suggests a similar name.
     blob = read_small(path, MAX_PLAN_NBYTES)
     try:
         text = blob.decode()
@@ -342,7 +355,7 @@ def read_family(path: Path) -> Family:
 
 
 def find_family(model_type: str | None, quantization: str | None = None) -> Family:
-    """The built-in plan for a model type; a plan for this quantization only has precedence."""
+    """Return the built-in plan for a model type; a plan for only this quantization has precedence."""
     families = [_builtin(name) for name, text in sorted(_builtin_texts().items()) if _may_be_for(text, model_type)]
     for wanted in dict.fromkeys((quantization, None)):
         for family in families:
@@ -357,24 +370,27 @@ def find_family(model_type: str | None, quantization: str | None = None) -> Fami
 
 
 def _may_be_for(text: str, model_type: str | None) -> bool:
-    """Whether a built-in plan may apply to a model type: all have the same first key. Parsing them all takes 70 ms."""
+    """Return False if a built-in plan cannot apply to a model type; parsing all plans instead would take 70 ms.
+
+    All built-in plans begin with the key `model_types`.
+    """
     return f'"{model_type}"' in text.partition("\nmodel_types = [")[2].partition("]")[0]
 
 
 def parse_family(text: str, where: str, name: str) -> Family:
-    """Parse a plan file; `name` becomes the family's name, `where` is the path in errors."""
+    """Parse a plan file; `name` becomes the family's name, and `where` is the path in errors."""
     with about(path=where):
         return _parse_text(text, name, FILE, ())
 
 
 def parse_rules(rules: Mapping[str, Any], where: str, name: str, origin: str) -> Family:
-    """Parse the object that `dump_rules` makes, or another with the keys of a plan file; it extends no other plan."""
+    """Parse an object with the keys of a plan file, such as the result of `dump_rules`; `extends` is not allowed."""
     with about(path=where):
         return _checked(_parse_keys(rules, name, origin))
 
 
 def dump_rules(family: Family) -> dict[str, Any]:
-    """What `parse_rules` takes: an object with the keys of a plan file. The order of entries in `cut` counts."""
+    """Return an object with the keys of a plan file, for `parse_rules`. The order of entries in `cut` matters."""
     top = {
         "model_types": list(family.model_types),
         "quantization": family.quantization,
@@ -474,7 +490,7 @@ def _check_keys(table: Mapping[str, Any], known: frozenset[str], what: str) -> N
 
 
 def _checked(family: Family) -> Family:
-    """The family, if it is a whole plan."""
+    """Return the family unchanged; raise FormatError unless it is a complete and valid plan."""
     if not family.rules:
         raise FormatError("the plan has no rules, expected a table [cut]", code="field")
     if len(family.patterns) > MAX_PATTERNS:
@@ -494,7 +510,7 @@ def _checked(family: Family) -> Family:
 
 
 def _extended(family: Family, extends: Any, extended_by: tuple[str, ...]) -> Family:
-    """The family, with sizes, rules and experts of the extended plan after its own."""
+    """Return the family merged with the plan that it extends; its own sizes, rules and experts have precedence."""
     if not isinstance(extends, str) or extends not in _builtin_texts():
         raise FormatError(f"extends {shown(extends)}, which is not a built-in plan", code="field")
     if extends in extended_by:
@@ -623,15 +639,15 @@ def _strings(value: Any, what: str) -> tuple[str, ...]:
 
 
 _WIDTH = 120
-"""The longest line of a plan file."""
+"""Longest line of a plan file, in characters."""
 
 
 def as_toml(family: Family, *comments: str, extends: str = "") -> str:
-    """The text of a plan file.
+    """Return the text of a plan file.
 
     Args:
-        comments: the first lines.
-        extends: the built-in plan whose rules come behind these.
+        comments: text of the comment lines at the beginning.
+        extends: the built-in plan that this plan extends; "" for none.
     """
     rules = dump_rules(family)
     lines = [f"# {line}" for comment in comments for line in wrap(comment, _WIDTH - 2)]
@@ -648,18 +664,18 @@ def as_toml(family: Family, *comments: str, extends: str = "") -> str:
 
 
 def _short_lines(before: str, value: str) -> str:
-    """The value behind what comes before; if that is too long for a line, the value's list on lines of its own."""
+    """Return `before` and `value` in one line, or with the last list of the value wrapped if that is too long."""
     opening, bracket, rest = value.rpartition("[") if len(before + value) > _WIDTH else (value, "", "")
     values, _, closing = rest.rpartition("]")
     if not bracket or "=" in values:
         return before + value
-    # Words that belong together are kept so: no break in a string.
+    # NUL replaces spaces temporarily, so that `wrap` breaks only after commas and never inside a string.
     inside = wrap(f"{values},".replace(", ", ",\n").replace(" ", "\0").replace("\n", " "), _WIDTH - 4)
     return f"{before}{opening}[\n" + "".join(f"    {part}\n".replace("\0", " ") for part in inside) + f"]{closing}"
 
 
 def _short(value: Any) -> Any:
-    """Lists of one element as that element."""
+    """Replace lists of one element by that element, also inside objects and lists of one element."""
     if isinstance(value, list) and len(value) == 1:
         return _short(value[0])
     return {key: _short(item) for key, item in value.items()} if isinstance(value, dict) else value
@@ -670,5 +686,5 @@ def _toml(value: Any) -> str:
         return "{ " + ", ".join(f"{key} = {_toml(item)}" for key, item in value.items()) + " }"
     if isinstance(value, list):
         return f"[{', '.join(map(_toml, value))}]"
-    # JSON's, but for a character that TOML wants escaped.
+    # As in JSON, except for DEL, which TOML requires to be escaped.
     return json.dumps(value, ensure_ascii=False).replace("\x7f", "\\u007f")

@@ -1,6 +1,6 @@
-"""A plan is a value: which slice of each tensor each rank holds, whoever found it. It can be sent as JSON.
+"""Plans as values: the slice of each tensor that each rank holds, independent of how the plan was found.
 
-`check_all_held` proves that the slices of all ranks together have everything.
+A plan can be sent as JSON. `check_all_held` checks that the slices of all ranks together cover each tensor.
 """
 
 from __future__ import annotations
@@ -21,17 +21,17 @@ from relayout.plans.family import ENGINES, Family, dump_rules, parse_rules
 
 
 class PlannedCheckpoint(Protocol):
-    """What planning asks of a checkpoint. `TensorList` has no more than that."""
+    """The properties of a checkpoint that planning needs. `TensorList` is the smallest implementation."""
 
     @property
     def root(self) -> Any:
-        """Its path in errors."""
+        """The path of the checkpoint, for error messages."""
 
     @property
     def tensors(self) -> Sequence[PlannedTensor]: ...
     @property
     def config(self) -> Mapping[str, Any]:
-        """The content of config.json; empty if there is no such file."""
+        """The content of config.json; empty if the file does not exist."""
 
     @property
     def model_type(self) -> str | None:
@@ -49,7 +49,7 @@ class TensorInfo:
 
 @dataclass(frozen=True, slots=True)
 class TensorList:
-    """The tensors of a checkpoint that is not at hand."""
+    """The tensors of a checkpoint that is not on this machine: only names, dtypes and shapes."""
 
     root: str
     tensors: Sequence[PlannedTensor]
@@ -64,33 +64,34 @@ class TensorList:
 
 @dataclass(frozen=True, slots=True)
 class Plan:
-    """Which slice of each tensor each rank holds."""
+    """An assignment of slices of all tensors to ranks."""
 
     name: str
-    """Full name of the family; "none": there is none, which only one rank can do without."""
+    """Full name of the family, or "none" without rules. Only a plan for one rank can be without rules."""
     num_ranks: int
     cuts: tuple[Cut, ...]
-    """The distinct cuts, in order of the first tensor that has them."""
+    """The distinct cuts, in the order of the first tensor that uses each one."""
     cut_of: tuple[int, ...]
-    """For each tensor of the checkpoint, in its order: position in `cuts`."""
+    """For each tensor of the checkpoint, in order: its position in `cuts`."""
     expert_parallel: bool = False
-    """Whether experts are owned whole."""
+    """True if each expert is held whole by one rank."""
     unmatched: tuple[str, ...] = ()
-    """Tensors that no rule matches; every rank holds them whole."""
+    """Names of tensors that no rule matches. Every rank holds them whole."""
     unused: tuple[str, ...] = ()
-    """Tensors that the observed engine does not take; large ones are held in equal blocks of rows, others whole."""
+    """Names of tensors that the observed engine does not load. Large ones are held in equal blocks of rows, others
+    whole."""
     family: Family | None = None
-    """The rules by which other degrees are cut as well."""
+    """The rules, which other degrees can be cut by as well. None: no rules."""
     tables: tuple[tuple[int, ...], ...] = ()
-    """The tensors of each table, in the order of its rows: positions in the checkpoint. A rank's slices of them are
-    stored as one run."""
+    """For each table, the positions of its tensors in the checkpoint, in the order of rows. A rank's slices of these
+    tensors are stored as one run."""
 
     def cut(self, t: int) -> Cut:
-        """The cut of the tensor at position `t`."""
+        """Return the cut of the tensor at position `t`."""
         return self.cuts[self.cut_of[t]]
 
     def as_json(self) -> dict[str, Any]:
-        """What `from_json` takes."""
+        """Return the plan as JSON, for `from_json`."""
         family = self.family
         return {
             "name": self.name,
@@ -106,10 +107,10 @@ class Plan:
 
     @staticmethod
     def from_json(plan: Mapping[str, Any]) -> Plan:
-        """The plan of what `as_json` returned.
+        """Return the plan that `as_json` returned as JSON.
 
         Raises:
-            FormatError: it is invalid.
+            FormatError: the JSON is invalid.
         """
         where = "plan"
         try:
@@ -143,11 +144,11 @@ class Plan:
 
 
 _MAX_WORK = 2**27
-"""Cells of the grid times slices: bytes to write."""
+"""Limit for the number of grid cells times the number of slices, which is the number of bytes to write."""
 
 
 def check_all_held(shape: tuple[int, ...], slices: Iterable[Slice]) -> None:
-    """Raise PlanError unless the slices of all ranks have every element of a tensor, or if it takes long to tell."""
+    """Raise PlanError unless the slices of all ranks cover the tensor, or if the check would take too long."""
     held = [part for part in slices if part.is_held]
     if not held:
         raise PlanError("no rank holds the tensor", code="missing")
@@ -157,9 +158,9 @@ def check_all_held(shape: tuple[int, ...], slices: Iterable[Slice]) -> None:
 
 
 def missing_element(shape: tuple[int, ...], slices: Sequence[Slice]) -> tuple[int, ...] | None:
-    """Index of the first element, in row-major order, that no slice has; None if there is none.
+    """Return the index of the first element, in row-major order, that is in no slice; None if all are covered.
 
-    The borders of all ranges cut the tensor into cells. A slice has all elements of a cell, or none.
+    The borders of all ranges divide the tensor into cells. A slice contains either all elements of a cell or none.
     """
     if 0 in shape:
         return None
@@ -193,7 +194,7 @@ def _borders(size: int, axis: int, slices: Sequence[Slice]) -> npt.NDArray[np.in
 
 
 def _held(part: Slice, axis: int, borders: npt.NDArray[np.int64]) -> npt.NDArray[np.bool_]:
-    """Whether a slice has the elements between two borders, of all that follow each other along an axis."""
+    """Return, for each interval between successive borders along an axis, True if the slice contains it."""
     ranges = part.ranges_along(axis)
     if ranges is None:
         return np.ones(len(borders) - 1, bool)

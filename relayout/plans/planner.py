@@ -1,7 +1,7 @@
 """Finds the plan of a checkpoint: by its family, by a plan file, or by the rules that a conversion has recorded.
 
-A family's rules cut each tensor as the engines do. A quantized weight is stored as several tensors, which are cut where
-the weight is cut. Only plan files are read here.
+A family's rules cut each tensor as the engines do. A quantized weight is stored as several tensors, which are cut at
+the places where the weight is cut. This module reads no files other than plan files.
 """
 
 from __future__ import annotations
@@ -37,16 +37,16 @@ from relayout.plans.quantization import QuantizedWeight, Scheme, find_scheme, is
 MAX_RANKS = 1024
 
 Unmatched = Literal["error", "replicate"]
-"""How to treat tensors that no rule matches."""
+"""Treatment of tensors that no rule matches."""
 
 _TRIED_DEGREE = 2
-"""The degree at which other plans are tried: whether a degree divides the tensors is another question."""
+"""Degree at which other plans are tried. It does not depend on the requested degree."""
 
 _MOST_UNMATCHED = 0.25
-"""The share of the bytes that the plan of transformers may leave out."""
+"""Largest share of the bytes that the plan of transformers may have no rules for."""
 
 _DEGREES_TO_TRY = 64
-"""Up to this, or twice what was asked for."""
+"""Degrees up to this number are tried for error messages, or up to twice the requested degree if that is more."""
 
 
 def plan_for(
@@ -59,17 +59,17 @@ def plan_for(
 ) -> Plan:
     """Choose a plan file or the built-in plan for the checkpoint's model type, and apply its rules.
 
-    One rank holds everything, and gets the rules for other degrees if there are any.
+    A single rank holds everything; its plan contains rules for other degrees if there are any.
 
     Args:
-        checkpoint: the tensors and config.json.
+        checkpoint: its tensors and config.json.
         num_ranks: the tensor-parallel degree.
         plan: a plan file, the name of a built-in plan, or "transformers" for that package's plan; None: the built-in
             plan for the model type.
-        expert_parallel: each expert is held whole by one rank, in contiguous blocks (vLLM's linear placement).
-        unmatched: how to treat tensors that no rule matches: "error", or "replicate" to hold them whole on every rank.
-            None: "error", but "replicate" with the plan of transformers, which lists only tensors that are cut, unless
-            it leaves out more than a quarter of the bytes.
+        expert_parallel: True if each expert is held whole by one rank, in contiguous blocks (vLLM's linear placement).
+        unmatched: treatment of tensors that no rule matches: "error", or "replicate" to hold them whole on every rank.
+            None: "error". Exception: the plan of transformers lists only tensors that are cut, so None means
+            "replicate" for it, unless it has no rules for more than a quarter of the bytes.
     """
     with about(path=str(checkpoint.root)):
         if unmatched not in (None, *get_args(Unmatched)):
@@ -96,7 +96,7 @@ def plan_by(
     """Apply a family's rules to a checkpoint of plain or quantized weights; options as for `plan_for`.
 
     Args:
-        family: the rules; only one rank can do without.
+        family: the rules. None is allowed only for one rank.
     """
     with about(path=str(checkpoint.root)):
         check_degree(num_ranks)
@@ -116,7 +116,10 @@ def plan_by(
 
 
 def _whole_tables(checkpoint: PlannedCheckpoint, family: Family) -> tuple[tuple[int, ...], ...]:
-    """The tables of a checkpoint that is not cut. It may have some shards of a table only, and is converted anyway."""
+    """Return the tables of a checkpoint that is not cut; empty if some shards of a table are missing.
+
+    Such a checkpoint is converted without its tables.
+    """
     try:
         return _CutKindFinder(checkpoint, family, None).members_of_tables
     except PlanError:
@@ -124,9 +127,10 @@ def _whole_tables(checkpoint: PlannedCheckpoint, family: Family) -> tuple[tuple[
 
 
 def _check_share(checkpoint: PlannedCheckpoint, plan: Plan) -> None:
-    """Raise PlanError if most of the bytes that no rule matches would be held whole by every rank.
+    """Raise PlanError if tensors that no rule matches are more than `_MOST_UNMATCHED` of the bytes.
 
-    The plan of transformers lists modules of the classes that it knows to cut; of others it lists few, or none.
+    Every rank would hold them whole. The plan of transformers lists only modules of classes that transformers can cut:
+    for models built from other classes it lists few or no modules.
     """
     sizes = {tensor.name: num_bytes(tensor.dtype, tensor.shape) or 0 for tensor in checkpoint.tensors}
     unmatched, all_bytes = sum(sizes[name] for name in plan.unmatched), sum(sizes.values())
@@ -137,7 +141,7 @@ def _check_share(checkpoint: PlannedCheckpoint, plan: Plan) -> None:
 
 
 def check_degree(num_ranks: int) -> None:
-    """Raise PlanError unless a checkpoint may be cut for so many ranks."""
+    """Raise PlanError unless the number of ranks is within the limits."""
     if not 1 <= num_ranks <= MAX_RANKS:
         raise PlanError(f"tp: {num_ranks}, expected 1 to {MAX_RANKS}", code="option")
 
@@ -190,7 +194,7 @@ def _make_plan(
 
 
 def _scheme(checkpoint: PlannedCheckpoint) -> Scheme | None:
-    """How the checkpoint's weights are quantized."""
+    """Return the quantization scheme of the checkpoint's weights; None if they are not quantized."""
     quantization = checkpoint.config.get("quantization_config")
     return find_scheme(quantization) if isinstance(quantization, Mapping) else None
 
@@ -205,12 +209,12 @@ def _choose(checkpoint: PlannedCheckpoint, plan: str | Path | None, num_ranks: i
                 error.amend(what=_advice(checkpoint, error.what))
             raise
     if plan == TRANSFORMERS:
-        # Imports the transformers package.
+        # This import loads the transformers package.
         from relayout.plans.transformers import transformers_family
 
         return transformers_family(checkpoint.model_type, checkpoint.config)
     family, model_type = read_family(Path(plan)), checkpoint.model_type
-    # A built-in plan was named because its model types do not fit.
+    # A built-in plan is accepted for any model type: the caller named it because no plan has this model type.
     if family.origin != BUILTIN and family.model_types and model_type not in family.model_types:
         raise PlanError(
             f"the plan is for model_types {', '.join(family.model_types)}, config.json has {shown(model_type)};"
@@ -222,7 +226,7 @@ def _choose(checkpoint: PlannedCheckpoint, plan: str | Path | None, num_ranks: i
 
 
 def _advice(checkpoint: PlannedCheckpoint, what: str) -> str:
-    """Why there is no built-in plan, and the ways on."""
+    """Return the reason why there is no built-in plan, with the options that remain."""
     if "_diffusers_version" in checkpoint.config:
         component = shown(checkpoint.config.get("_class_name"))
         return f"a component of a diffusers pipeline ({component}), for which there are no plans: use --tp 1"
@@ -243,10 +247,11 @@ def _advice(checkpoint: PlannedCheckpoint, what: str) -> str:
 
 
 def matching_plans(checkpoint: PlannedCheckpoint) -> list[str]:
-    """Names of built-in plans whose rules match all tensors and can be applied; of those that cut alike, one.
+    """Return names of built-in plans that match all tensors and can be applied; one name per distinct result.
 
-    They are not applied at the degree that is asked for: where the model's own structure refuses that, a looser plan
-    would be left. That of the most model types is the first. A plan that cuts nothing does not count.
+    The plans are tried at degree 2 instead of the requested degree. If the model's sizes do not allow the requested
+    degree, only a less suitable plan might fit at that degree. The plan for the most model types comes first. Plans
+    that cut no tensor are omitted.
     """
     try:
         scheme = _scheme(checkpoint)
@@ -258,7 +263,7 @@ def matching_plans(checkpoint: PlannedCheckpoint) -> list[str]:
         if family.quantization not in (None, None if scheme is None else scheme.name):
             continue
         try:
-            if not all(map(_CutKindFinder(checkpoint, family, scheme).find, few)):  # Quick.
+            if not all(map(_CutKindFinder(checkpoint, family, scheme).find, few)):  # Quick check first.
                 continue
             plan = _make_plan(checkpoint, _TRIED_DEGREE, family, False, "error")
         except PlanError:
@@ -270,10 +275,12 @@ def matching_plans(checkpoint: PlannedCheckpoint) -> list[str]:
 
 
 def without_rule(checkpoint: PlannedCheckpoint, family: Family | None) -> list[tuple[PlannedTensor, str]]:
-    """The tensors that no rule matches, each with the name that a rule must match: that of a weight, for its scales.
+    """Return the tensors that no rule matches, each with the name that a rule must match.
+
+    For a scale of a quantized weight, that is the name of the weight.
 
     Args:
-        family: the rules; None: there are none.
+        family: the rules; None for no rules.
     """
     scheme = _scheme(checkpoint)
     finder = _CutKindFinder(checkpoint, family or Family("none", FILE), scheme)
@@ -288,26 +295,26 @@ def without_rule(checkpoint: PlannedCheckpoint, family: Family | None) -> list[t
 
 @dataclass(frozen=True, slots=True)
 class _CutKind:
-    """Everything that determines how a tensor is cut. Tensors of equal kind have the same cut."""
+    """The properties that determine the cut of a tensor. Tensors of equal kind have the same cut."""
 
     rule: Rule
     dtype: str
     shape: tuple[int, ...]
     weights: tuple[QuantizedWeight, ...] = ()
-    """The possible forms of the quantized weight that this tensor and others store; (): it belongs to none."""
+    """Possible forms of the quantized weight that this tensor is part of. (): it is not part of one."""
     suffix: str = ""
-    """Last part of the tensor's name, if it belongs to a quantized weight."""
+    """Last part of the tensor's name, if it is part of a quantized weight."""
     is_expert: bool = False
-    """Whether the weight belongs to experts. Engines load experts whose slice ends inside a block or group of scales
-    (vLLM 0.33 `fused_moe/oracle/fp8.py`, `refine_fp8_moe_block_shape`; `quantization/moe_wna16.py`), and refuse this
-    for other layers."""
+    """True if the weight belongs to experts. For experts, engines accept slices that end inside a block or group of
+    scales (vLLM 0.33 `fused_moe/oracle/fp8.py`, `refine_fp8_moe_block_shape`; `quantization/moe_wna16.py`). For other
+    layers they raise an error."""
     is_stacked: bool = False
-    """Whether the weight is one for each entry along dim 0, such as experts, in front of rows and columns."""
+    """True if the tensor is a stack of weights: dim 0 counts the weights (such as experts), then rows and columns."""
     in_table: tuple[int, int] | None = None
-    """Of a shard of a table: the rows in front of it, and all rows of the table."""
+    """Number of the table's rows before this shard, and number of all rows. None: not a shard of a table."""
 
     def apply(self, sizes: Sizes, num_ranks: int, scheme: Scheme | None) -> Cut:
-        """The cut of the tensors of this kind."""
+        """Return the cut of the tensors of this kind."""
         try:
             return self._cut(sizes, num_ranks, scheme)
         except PlanError as error:
@@ -316,7 +323,7 @@ class _CutKind:
             return Cut((WHOLE,) * num_ranks)
 
     def can_be_cut(self, sizes: Sizes, num_ranks: int, scheme: Scheme | None) -> bool:
-        """Whether `apply` raises nothing."""
+        """Return True if `apply` raises no error."""
         try:
             self.apply(sizes, num_ranks, scheme)
         except PlanError:
@@ -343,7 +350,7 @@ class _CutKind:
         return checked_cut(self.dtype, self.shape, tuple(Slice.along(dim, parts) for parts in ranges))
 
     def _carry(self, scheme: Scheme, weight: QuantizedWeight, dim: int, sizes: Sizes, num_ranks: int) -> Cut:
-        """The cut of this tensor, from the cut of the quantized weight that it belongs to."""
+        """Return the cut of this tensor, derived from the cut of the quantized weight that it is part of."""
         stack = int(self.is_stacked)
         shape = (*self.shape[:stack], weight.rows, weight.columns)
         with about(part=f"dim {dim} of a quantized weight {list(shape)}"):
@@ -361,7 +368,7 @@ class _CutKind:
     def _divide(
         self, dim: int, shape: tuple[int, ...], sizes: Sizes, num_ranks: int, block: int = 1
     ) -> list[tuple[Range, ...]]:
-        """Divide a dimension; `block` values share a scale, and a ragged cut does not separate them."""
+        """Divide a dimension; a ragged cut keeps `block` values together, because they share a scale."""
         if dim >= len(shape):
             raise PlanError(f"the dimension does not exist, but rule {self.rule.pattern!r} cuts it", code="no_rule")
         rule = replace(self.rule, block=lcm(self.rule.block, block))
@@ -372,13 +379,13 @@ class _CutKind:
 
 
 class _CutKindFinder:
-    """Finds the kind of each tensor. Looks up names that differ only in numbers once, where rules allow."""
+    """Finds the kind of each tensor. Where rules allow, names that differ only in numbers are looked up once."""
 
     def __init__(self, checkpoint: PlannedCheckpoint, family: Family, scheme: Scheme | None) -> None:
         self._family = family = family.resolved(checkpoint.config)
         self._scheme = scheme
         self._key: Callable[[str], str] = str
-        """The part of a name that rules depend on."""
+        """Returns the part of a name that rules depend on."""
         if not family.depends_on_later_numbers:
             self._key = collapse_later_numbers if family.depends_on_numbers else collapse_numbers
         self._rules: dict[str, Rule | None] = {}
@@ -395,7 +402,7 @@ class _CutKindFinder:
         has_tables = any(rule.is_table for rule in family.rules)
         self.tables = tables_of(checkpoint.tensors, self._pattern_of_table) if has_tables else []
         self._table_of: dict[str, tuple[int, int]] = {}
-        """For each shard of a table: the rows in front of it, and all rows of the table."""
+        """For each shard of a table: number of the table's rows before it, and number of all rows."""
         for table in self.tables:
             if len(table.members) > 1:
                 starts = zip(table.members, table.starts, strict=True)
@@ -403,7 +410,7 @@ class _CutKindFinder:
 
     @property
     def members_of_tables(self) -> tuple[tuple[int, ...], ...]:
-        """The tensors of each table, in the order of its rows: positions in the checkpoint."""
+        """For each table, the positions of its tensors in the checkpoint, in the order of rows."""
         return tuple(table.members for table in self.tables)
 
     def _pattern_of_table(self, name: str) -> str | None:
@@ -411,7 +418,7 @@ class _CutKindFinder:
         return rule.pattern if rule is not None and rule.is_table else None
 
     def find(self, tensor: PlannedTensor) -> _CutKind | None:
-        """The kind of the tensor; None: no rule matches it."""
+        """Return the kind of the tensor, or None if no rule matches it."""
         module, _, suffix = tensor.name.rpartition(".")
         stored = self._modules.get(module, {})
         is_quantized = len(stored) > 1
@@ -446,10 +453,10 @@ class _CutKindFinder:
         return self._experts[key]
 
     def _rule(self, name: str, is_quantized: bool) -> Rule | None:
-        """The first rule that matches.
+        """Return the first rule that matches the name.
 
-        One that says "or whole" holds all of a quantized module whole: each of its tensors would decide by itself, so
-        that a weight could be cut inside a block of scales that are whole.
+        A rule with `or_whole` is replaced by "whole" for quantized modules. Otherwise, the fallback would apply to each
+        tensor separately, and a weight could be cut inside a block of scales that every rank holds whole.
         """
         key = self._key(name)
         if key not in self._rules:
@@ -459,7 +466,7 @@ class _CutKindFinder:
 
 
 def _apply(kinds: Mapping[_CutKind, str], sizes: Sizes, num_ranks: int, scheme: Scheme | None) -> dict[_CutKind, Cut]:
-    """The cut of each kind; `kinds` maps it to the name of a tensor, for errors."""
+    """Return the cut of each kind; `kinds` maps each kind to the name of one of its tensors, for errors."""
     cuts = {}
     try:
         for kind, name in kinds.items():
@@ -467,7 +474,7 @@ def _apply(kinds: Mapping[_CutKind, str], sizes: Sizes, num_ranks: int, scheme: 
                 cuts[kind] = kind.apply(sizes, num_ranks, scheme)
     except PlanError as error:
         degrees = list(range(1, min(MAX_RANKS, max(_DEGREES_TO_TRY, 2 * num_ranks)) + 1))
-        for other in (kind, *kinds):  # That which refuses first: it leaves few degrees to try with the others.
+        for other in (kind, *kinds):  # First the kind that failed: it leaves few degrees to try with the other kinds.
             degrees = [degree for degree in degrees if degree == 1 or other.can_be_cut(sizes, degree, scheme)]
         ranks = "rank" if len(degrees) == 1 else "ranks"
         error.amend(what=f"{error.what} (this checkpoint can be cut for {', '.join(map(str, degrees))} {ranks})")
@@ -476,11 +483,11 @@ def _apply(kinds: Mapping[_CutKind, str], sizes: Sizes, num_ranks: int, scheme: 
 
 
 def recorded_plan(checkpoint: PlannedCheckpoint, record: SourceRecord, num_ranks: int) -> Plan:
-    """Who holds what at another degree.
+    """Return the plan for another degree, by the rules of a source record.
 
     Args:
         checkpoint: the record's tensors, and the folder's config.json.
-        record: has the rules; one rank needs none.
+        record: a source record with rules; one rank needs none.
         num_ranks: the degree.
     """
     if num_ranks == 1:
@@ -489,11 +496,11 @@ def recorded_plan(checkpoint: PlannedCheckpoint, record: SourceRecord, num_ranks
 
 
 def recorded_rules(root: object, record: SourceRecord) -> Family:
-    """The rules of a record, which also name the tensors of experts.
+    """Return the rules of a source record, which also contain the patterns for tensors of experts.
 
     Args:
         root: the folder, for messages.
-        record: the record.
+        record: the source record.
     """
     where = str(root)
     if record.plan is None:
@@ -516,7 +523,7 @@ def recorded_rules(root: object, record: SourceRecord) -> Family:
 
 
 def proven_rules(checkpoint: PlannedCheckpoint, record: SourceRecord) -> Family:
-    """The rules of a record, which cut the tensors at its own degree as they are cut."""
+    """Return the rules of a source record, after checking that they reproduce the stored cuts at its own degree."""
     options, where = record.options, str(checkpoint.root)
     family = recorded_rules(where, record)
     plan = _apply_recorded(family, checkpoint, record, options.num_ranks)
@@ -533,7 +540,7 @@ def proven_rules(checkpoint: PlannedCheckpoint, record: SourceRecord) -> Family:
 
 
 def _apply_recorded(family: Family, checkpoint: PlannedCheckpoint, record: SourceRecord, num_ranks: int) -> Plan:
-    # A conversion to one rank has not asked whether each tensor has a rule.
+    # A conversion to one rank does not check that each tensor has a rule.
     unmatched: Unmatched | None = None if record.options.num_ranks == 1 else "replicate"
     expert_parallel = record.options.expert_parallel
     return plan_by(checkpoint, num_ranks, family, expert_parallel=expert_parallel, unmatched=unmatched)

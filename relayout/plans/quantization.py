@@ -1,9 +1,9 @@
-"""Quantized weights: cuts the tensors that store one weight where the weight is cut. Pure.
+"""Quantized weights: cuts the tensors that store one weight at the places where the weight is cut. Pure.
 
-A scheme says for each tensor of a quantized weight which of its dimensions corresponds to the weight's rows (outputs)
-and which to its columns (inputs). A cut of the weight is scaled to each tensor. It must fall on borders of blocks that
-share a scale, of groups, and of words that pack several values. The layouts are those that vLLM 0.33 reads
-(vllm/model_executor/parameter.py and layers/quantization/).
+A scheme maps the rows (outputs) and columns (inputs) of a quantized weight to dimensions of each tensor that stores it.
+A cut of the weight is scaled to each tensor. It must not divide a block or group that shares a scale, or a word that
+packs several values. The layouts are those that vLLM 0.33 reads (vllm/model_executor/parameter.py and
+layers/quantization/).
 """
 
 from __future__ import annotations
@@ -18,26 +18,28 @@ from relayout.core.slices import Range
 from relayout.errors import PlanError, shown
 
 Axes = tuple[int | None, int | None]
-"""The dimensions that correspond to the weight's rows and columns; None: the tensor has no such dimension."""
+"""The dimensions of a tensor for the weight's rows and columns. None: the tensor has no such dimension."""
 
 _NEITHER: Axes = (None, None)
 
 _ACT_ORDER = "the inputs of a group are scattered over all columns, so ranks would share scales"
 
 INPUT_SCALES = frozenset({"input_scale", "input_global_scale"})
-"""Scales of activations. Engines may read those of all experts on every rank (vLLM 0.33 ep_weight_filter.py)."""
+"""Suffixes of activation scales. Engines may read them for all experts on every rank (vLLM 0.33
+ep_weight_filter.py)."""
 
 _OF_WEIGHTS = frozenset({"scale", "weight_scale", "weight_scale_inv", "weight_zero_point"})
-"""Tensors that may have a single element for a whole weight, which every rank holds."""
+"""Suffixes of tensors that may have a single element for a whole weight. Every rank holds that element."""
 
 _OF_GROUPS = _OF_WEIGHTS | {"scales", "qzeros"}
-"""Tensors that may have a single element for a whole row, held by every rank that holds a part of the row."""
+"""Suffixes of tensors that may have a single element for a whole row. Each rank with a part of the row holds it."""
 
 _CACHE_SCALES = frozenset({"kv_scale", "prob_scale", "output_scale"}) | {
     f"{tensor}_{what}" for tensor in "qkv" for what in ("scale", "zero_point")
 }
-"""Scales and zero points of the attention cache, in any module: of one element, or of one for each head. vLLM 0.33
-takes the greatest of the heads that share a KV head (`compressed_tensors.py`, CompressedTensorsKVCacheMethod)."""
+"""Suffixes of scales and zero points of the attention cache, in any module. They have one element, or one per head.
+vLLM 0.33 uses the maximum over the heads that share a KV head (`compressed_tensors.py`,
+CompressedTensorsKVCacheMethod)."""
 
 _REFUSED = {
     "bitsandbytes": "its 4-bit and 8-bit weights are packed flat, across rows",
@@ -52,22 +54,25 @@ _REFUSED = {
 }
 
 _OWN_LOADERS = ("bitsandbytes", "gguf")
-"""Methods that vLLM has loaders of their own for, so that observing its default loader shows nothing."""
+"""Methods with loaders of their own in vLLM. Observing vLLM's default loader therefore finds nothing."""
 
 
 @dataclass(frozen=True, slots=True)
 class Values:
-    """Storage of the values of a weight."""
+    """Storage form of the values of a weight."""
 
     bits: int
-    """Bits of one value."""
+    """Bits per value."""
     group: int | None = None
-    """Number of columns that share a scale; None: all columns of a row."""
+    """Number of columns that share a scale. None: all columns of a row share one."""
     block: tuple[int, int] = (1, 1)
-    """Rows and columns of a block that shares a scale; (1, 1): there are no blocks. The last block may be partial."""
+    """Rows and columns of a block that shares a scale. (1, 1): no blocks. The last block may be partial."""
 
     def shared(self, axis: int) -> int | None:
-        """Number of rows (axis 0) or columns (axis 1) that share a scale; None: one row, or all columns of it."""
+        """Return the number of rows (axis 0) or columns (axis 1) that share a scale.
+
+        None: rows have separate scales (axis 0), or all columns of a row share one (axis 1).
+        """
         return self.block[axis] if self.block != (1, 1) else self.group if axis else None
 
 
@@ -78,32 +83,35 @@ class QuantizedWeight:
     rows: int
     columns: int
     values: Values
-    """Storage of its values."""
+    """Storage form of its values."""
 
 
 @dataclass(frozen=True, slots=True)
 class Scheme:
-    """How a quantization method stores weights."""
+    """Storage of weights by a quantization method."""
 
     name: str
     tensors: Mapping[str, Axes]
     """Last part of a tensor's name -> its dimensions for the weight's rows and columns."""
     rows_of: tuple[str, ...] = ()
-    """Tensors with one element for each row of the weight along their row dimension; the first found is used."""
+    """Tensors with one element per row of the weight along their row dimension. The first one that exists is used."""
     columns_of: tuple[str, ...] = ()
-    """Tensors that determine the number of columns: one element for each column, or for each word of packed columns."""
+    """Tensors that determine the number of columns: one element per column, or per word of packed columns."""
     scales: tuple[str, ...] = ()
-    """Tensors with one element for each block, or for each group of columns of a row; the first found is compared."""
+    """Tensors with one element per block, or per group of columns of a row. The first one that exists is compared."""
     packed: frozenset[str] = frozenset()
     """Tensors in which one I32 packs the values of several columns."""
     values: tuple[Values, ...] = (Values(8),)
-    """The possible storages of values in this checkpoint."""
+    """Possible storage forms of values in this checkpoint."""
 
     def weights(self, tensors: Mapping[str, tuple[str, tuple[int, ...]]]) -> tuple[QuantizedWeight, ...]:
-        """The possible forms of the weight that these tensors (last part of the name -> dtype, shape) store.
+        """Return the possible forms of the weight that these tensors store.
 
-        Usually one. Several if the checkpoint has several storages of values that the shapes do not distinguish. Empty
-        if the tensors do not store a quantized matrix.
+        Usually one form. Several if the shapes do not distinguish the storage forms of the checkpoint. Empty if the
+        tensors do not store a quantized matrix.
+
+        Args:
+            tensors: last part of the tensor's name -> dtype, shape.
         """
         weights: dict[QuantizedWeight, None] = {}
         for values in self.values:
@@ -114,7 +122,7 @@ class Scheme:
         return tuple(weights)
 
     def _fits(self, size: tuple[int, int], values: Values, tensors: Mapping[str, tuple[str, tuple[int, ...]]]) -> bool:
-        """Whether there are as many scales as blocks, or as groups of columns for each row."""
+        """Return True if the number of scales equals the number of blocks, or of groups of columns for each row."""
         scale = next((name for name in self.scales if name in tensors), None)
         if scale is None:
             return True
@@ -124,7 +132,7 @@ class Scheme:
         return found == groups or (prod(shape) == 1 and values.block == (1, 1) and groups[1] == 1)
 
     def _axis(self, suffix: str, which: int, shape: tuple[int, ...]) -> int | None:
-        """The dimension of a tensor for the weight's rows (0) or columns (1); None: it has no such dimension."""
+        """Return a tensor's dimension for the weight's rows (0) or columns (1); None if it has no such dimension."""
         axis = self.tensors[suffix][which]
         if self.name == "modelopt" and len(shape) == 4 and suffix in self.scales:
             axis = 2 * which  # Scales of blocks: [rows, 1, columns, 1] (vLLM 0.33 `modelopt.py`, KFp8Block128).
@@ -139,7 +147,7 @@ class Scheme:
             if axis is None:
                 continue
             if bits == 4 and dtype.startswith(("F8", "F16", "F32", "BF16") if suffix == "weight" else "F8"):
-                return None  # An element is one value.
+                return None  # Each element is one value, so the weight is not 4-bit.
             if which and dtype == "I32" and suffix in self.packed:
                 return shape[axis] * 32 // bits
             return shape[axis] * 2 if which and bits == 4 and dtype in ("U8", "I8") else shape[axis]
@@ -163,11 +171,11 @@ class Scheme:
             shape: shape of the tensor.
             weight: the weight that the tensors store.
             ranges: for each rank its ranges (start, length) of the weight's values along `axis`.
-            may_split_blocks: whether a border may fall inside a block or group that shares a scale; then every rank
+            may_split_blocks: True if a border may fall inside a block or group that shares a scale; every rank then
                 holds all scales.
 
         Returns:
-            The tensor's dimension and, for each rank, ranges of its elements; None: every rank holds it whole.
+            The tensor's dimension and, for each rank, ranges of its elements. None: every rank holds the whole tensor.
         """
         own = self._axis(suffix, axis, shape)
         if own is None:
@@ -203,21 +211,21 @@ class Scheme:
 
 
 def is_cache_scale(suffix: str, shape: tuple[int, ...]) -> bool:
-    """Whether a tensor whose name ends so is a scale of an attention cache, which every rank holds whole."""
+    """Return True if this suffix and shape are those of an attention cache scale, which every rank holds whole."""
     return suffix in _CACHE_SCALES and prod(shape[1:]) == 1
 
 
 def _smallest_group(group: int) -> int:
-    """The smallest group that vLLM makes of a group of an expert's columns (`moe_wna16.py`): it halves down to 32."""
+    """Return the smallest group that vLLM uses for an expert's columns: it halves down to 32 (`moe_wna16.py`)."""
     while group % 2 == 0 and group >= 64:
         group //= 2
     return group
 
 
 def _values_per_elements(dim: int, shape: tuple[int, ...], own: int, shared: int | None, bits: int) -> tuple[int, int]:
-    """How many of `dim` values of a weight are in how many elements along dimension `own` of a tensor.
+    """Return (v, e): v of the weight's `dim` values correspond to e elements along dimension `own` of a tensor.
 
-    These are the values that share a scale (the last group may be smaller), or that are packed in words.
+    Either v values share a scale (the last group may be smaller), or all `dim` values are packed in words.
     """
     size = shape[own]
     if shared is not None and size == -(-dim // shared):
@@ -228,7 +236,7 @@ def _values_per_elements(dim: int, shape: tuple[int, ...], own: int, shared: int
 
 
 def find_scheme(config: Mapping[str, Any]) -> Scheme:
-    """The scheme of a `quantization_config`."""
+    """Return the scheme for a `quantization_config`, or raise PlanError for unsupported methods."""
     method = str(config.get("quant_method", "")).lower().replace("_", "-")
     if method in ("fp8", "fbgemm-fp8", "deepseek-v4-fp8"):
         return _fp8(config)
@@ -263,10 +271,10 @@ _PLAIN = ("weight",)
 
 
 def _fp8(config: Mapping[str, Any]) -> Scheme:
-    """Return the scheme of FP8, beside which DeepSeek V4 has experts in FP4 or NVFP4.
+    """Return the scheme of FP8. DeepSeek V4 stores experts in FP4 or NVFP4 in addition.
 
     Its scales are called `scale`, those of NVFP4 `weight_scale` (vLLM 0.33 `models/deepseek_v4/quant_config.py`). No
-    key says which experts are in FP4: `expert_dtype` may be missing, and draft layers may have another form.
+    key identifies the experts in FP4: `expert_dtype` may be missing, and draft layers may have another form.
     """
     tensors: Mapping[str, Axes] = {
         "weight": (0, 1),
@@ -371,7 +379,7 @@ def _compressed_tensors(config: Mapping[str, Any]) -> Scheme:
 
 
 def _compressed_layers(group: Mapping[str, Any], default: Any) -> Values:
-    """Storage of values of a config group."""
+    """Return the storage form of values in a config group."""
     weights, stored = group["weights"], group.get("format") or default or "dense"
     if not isinstance(stored, str) or stored not in _COMPRESSED_FORMATS:
         raise _refusal(f"compressed-tensors, format {stored}", "relayout does not know how it stores them")
@@ -395,7 +403,7 @@ _MODELOPT = {
     "NVFP4": Values(4, 16),
     "W4A16_NVFP4": Values(4, 16),
 }
-"""Storage of values by `quant_algo` (vLLM 0.33 `modelopt.py`, LINEAR_ALGOS)."""
+"""Storage form of values by `quant_algo` (vLLM 0.33 `modelopt.py`, LINEAR_ALGOS)."""
 
 
 def _modelopt(config: Mapping[str, Any]) -> Scheme:
@@ -436,7 +444,7 @@ def _quark(config: Mapping[str, Any]) -> Scheme:
 
 
 def _quark_values(weight: Any) -> Values:
-    """Storage of values (vLLM 0.33 `quark/schemes/`: quark_w8a8_fp8.py, quark_ocp_mx.py)."""
+    """Return the storage form of values (vLLM 0.33 `quark/schemes/`: quark_w8a8_fp8.py, quark_ocp_mx.py)."""
     if isinstance(weight, list) and len(weight) == 1:
         [weight] = weight
     kind = (weight.get("dtype"), weight.get("qscheme")) if isinstance(weight, Mapping) else (weight, None)
@@ -449,7 +457,7 @@ def _quark_values(weight: Any) -> Values:
 
 
 def _auto_round(config: Mapping[str, Any]) -> Scheme:
-    """Return the scheme of GPTQ or AWQ, whose packing auto-round uses (vLLM 0.33 `inc/schemes/inc_wna16_scheme.py`)."""
+    """Return the scheme of GPTQ or AWQ: auto-round packs like these (vLLM 0.33 `inc/schemes/inc_wna16_scheme.py`)."""
     packing, exceptions = config.get("packing_format", "auto_round:auto_gptq"), config.get("extra_config")
     layers = exceptions.values() if isinstance(exceptions, Mapping) else ()
     others = [layer for layer in layers if isinstance(layer, Mapping) and layer.get("bits") not in (16, 32)]

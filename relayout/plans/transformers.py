@@ -1,6 +1,6 @@
-"""The tensor-parallel plan that the transformers package has for a model type, as a family.
+"""Converts the tensor-parallel plan of the transformers package for a model type to a family.
 
-`base_model_tp_plan` lists modules and how each is cut (transformers 5.23, `distributed/tensor_parallel.py`). It has no
+`base_model_tp_plan` lists modules and the cut of each (transformers 5.23, `distributed/tensor_parallel.py`). It has no
 rules for embeddings and heads, and uses the names of modules in memory. This module adds rules for embeddings, heads,
 and tensors that checkpoints store under other names.
 """
@@ -38,7 +38,7 @@ _EXPERTS_AXES = {
     "gate_up_proj": {"packed_colwise": 1, "packed_rowwise": 2},
     "down_proj": {"rowwise": 2, "colwise": 1},
 }
-"""The dimension that a style cuts, for the tensors of all experts."""
+"""For stacked tensors of all experts: style of the plan -> dimension that is cut."""
 
 _EXPERTS_STORED = {"gate_up_proj": "{gate_proj,up_proj,w1,w3}", "down_proj": "{down_proj,w2}"}
 
@@ -49,11 +49,11 @@ _SIZES = {
 }
 
 _DEFAULTS = ("num_attention_heads", "num_key_value_heads")
-"""Keys that config.json may leave out where the config class has a number."""
+"""Keys that config.json may omit if the config class has a default."""
 
 
 def transformers_family(model_type: str | None, config: Mapping[str, Any]) -> Family:
-    """The plan of transformers for a model type, or for the model type of its `text_config`."""
+    """Return the plan of transformers for a model type, or for the model type of its `text_config`."""
     try:
         from transformers.models.auto.configuration_auto import CONFIG_MAPPING
     except ImportError as error:
@@ -84,7 +84,7 @@ def _family(name: str, plan: Mapping[str, str], defaults: Mapping[str, Mapping[s
     ]
     different: dict[str, Rule] = {}
     for rule in rules:
-        different.setdefault(rule.pattern, rule)  # The first that matches counts.
+        different.setdefault(rule.pattern, rule)  # The first rule for a pattern has precedence.
     experts = [module.removesuffix(".gate_up_proj") for module in plan if module.endswith(".experts.gate_up_proj")]
     return Family(
         name,
@@ -101,7 +101,7 @@ def _family(name: str, plan: Mapping[str, str], defaults: Mapping[str, Mapping[s
 def _rules(module: str, style: str) -> Iterator[Rule]:
     stem, _, last = module.rpartition(".")
     if stem.endswith(".experts") and last in _EXPERTS_AXES:
-        # One tensor in memory. Checkpoints mostly have one for each expert, some under an older name.
+        # One tensor in memory. Checkpoints mostly have one tensor per expert, some of them under an older name.
         places, axis = f"{_BASES}{_older(stem)}", _EXPERTS_AXES[last].get(style)
         if axis is None:
             return
@@ -120,5 +120,5 @@ def _rules(module: str, style: str) -> Iterator[Rule]:
 
 
 def _older(stem: str) -> str:
-    """The pattern, which also matches the name in Mixtral's checkpoints (transformers `conversion_mapping.py`)."""
+    """Return a pattern that also matches the name in Mixtral checkpoints (transformers `conversion_mapping.py`)."""
     return stem.replace(".mlp.", ".{mlp,block_sparse_moe}.")

@@ -1,1 +1,1 @@
-"""One command each, callable from Python: inspect, verify, restore."""
+"""Commands that can also be called from Python, such as inspect, verify and restore; one module for each."""

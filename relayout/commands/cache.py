@@ -1,4 +1,4 @@
-"""`cache`: what a cache keeps, adding a conversion, and removing entries."""
+"""`cache`: lists the entries of a cache, adds a conversion, and removes entries."""
 
 from __future__ import annotations
 
@@ -20,36 +20,36 @@ from relayout.storage.stores import find_input
 
 @dataclass(frozen=True, slots=True, repr=False)
 class CacheListing(Result):
-    """What a cache keeps, after what was to be removed."""
+    """The entries of a cache, after removals."""
 
     folder: str
     exists: bool
-    """Whether there is a cache in the folder."""
+    """True if a cache exists in the folder."""
     entries: tuple[CacheEntry, ...]
-    """The least recently used first."""
+    """The entries, least recently used first."""
     nbytes: int
     """Bytes of all entries."""
     removed: tuple[CacheEntry, ...]
-    """What it no longer keeps: what was to be removed, or had to make room for what was added."""
+    """Entries that were removed, on request or to make room for an added entry."""
     removed_nbytes: int
-    """Bytes of these entries."""
+    """Bytes of the removed entries."""
     in_use: tuple[str, ...] = ()
-    """Names of entries that were to be removed, and are used by a process."""
+    """Names of entries that were not removed, although requested, because a process uses them."""
 
 
 def cache(
     folder: str | os.PathLike[str] | None = None, *, remove: Sequence[str] = (), clear: bool = False
 ) -> CacheListing:
-    """List the entries of a cache; remove some or all, but for those that a process uses.
+    """List the entries of a cache; remove some or all, except entries that a process uses.
 
     Args:
-        folder: of the cache; default RELAYOUT_CACHE.
-        remove: names of entries, or how they begin.
+        folder: the cache folder; default RELAYOUT_CACHE.
+        remove: names of entries, or beginnings of names.
         clear: remove all entries.
 
     Raises:
-        PlanError: it is no folder, there is no such entry, or a name is of several entries.
-        OSError: an entry cannot be removed. All others are.
+        PlanError: `folder` is not a folder; or no entry, or more than one, has such a name.
+        OSError: an entry cannot be removed. All other requested entries are removed.
     """
     kept = _cache(folder)
     folder = kept.folder
@@ -70,7 +70,7 @@ def cache(
 
 
 def _listing(kept: Cache, before: Sequence[CacheEntry], in_use: tuple[str, ...] = ()) -> CacheListing:
-    """What a cache keeps, and what of the entries before it no longer keeps."""
+    """Return a listing of the cache; its removed entries are those in `before` that the cache has no longer."""
     entries = kept.entries()
     names = {entry.name for entry in entries}
     removed = tuple(entry for entry in before if entry.name not in names)
@@ -90,26 +90,27 @@ def add(
     progress: Progress = None,
     behind_loads: bool = False,
 ) -> CacheListing:
-    """Convert a plain checkpoint into a cache, as the first start of an engine does. What is there stays.
+    """Convert a plain checkpoint into a cache, as the first start of an engine does. An existing entry is unchanged.
 
     Args:
         source: a folder or URL.
         tp: the tensor-parallel degree.
-        folder: of the cache; default RELAYOUT_CACHE.
-        ranks: only these, such as "0-3", for a node that has no others.
-        limit: the most bytes that the cache may keep; default RELAYOUT_CACHE_LIMIT.
-        expert_parallel: each rank owns whole experts.
-        observe: an installed engine, "vllm" or "sglang": if no built-in plan is for the model, observe how the engine
-            cuts it, and keep the plan. None: do not observe.
-        progress: True shows a bar on stderr; a function is called with (bytes done, bytes in all).
-        behind_loads: wait while an engine of this machine loads a model that it would keep here, for 10 min at most.
+        folder: the cache folder; default RELAYOUT_CACHE.
+        ranks: convert only these ranks, such as "0-3", for a node that runs no others.
+        limit: largest size of the cache in bytes; default RELAYOUT_CACHE_LIMIT.
+        expert_parallel: True if each expert is held whole by one rank.
+        observe: an installed engine, "vllm" or "sglang". If no built-in plan is for the model, observe the slices that
+            the engine uses, and store the plan in the cache. None: do not observe.
+        progress: True for a bar on stderr, or a function that is called with (bytes done, total bytes).
+        behind_loads: wait while an engine on this machine loads a model that it would convert into this cache, for at
+            most 10 minutes.
 
     Returns:
-        What the cache keeps then, and what had to make room.
+        The entries of the cache afterwards, and the entries that were removed to make room.
     """
     found = _cache(folder)
     kept = found if limit is None else Cache(found.folder, limit)
-    kept.limit_nbytes()  # A wrong one is an error, also if the entry is there.
+    kept.limit_nbytes()  # An invalid limit is an error, even if the entry exists already.
     before = kept.entries()
 
     def plan_of(checkpoint: SourceCheckpoint, num_ranks: int) -> Plan:

@@ -1,4 +1,4 @@
-"""`convert`: a source checkpoint in, a folder of rank files out."""
+"""`convert`: rewrites a source checkpoint as a folder of rank files."""
 
 from __future__ import annotations
 
@@ -27,37 +27,37 @@ def convert(
 
     Args:
         source: a checkpoint folder, a Hugging Face cache snapshot, or one .safetensors file. Never written to.
-        output: the folder to make; default is `SOURCE-tpN` beside the source folder. It appears complete or not at all.
+        output: the folder to create; default is `SOURCE-tpN` next to the source. It appears complete or not at all.
         tp: number of tensor-parallel ranks.
-        align: power of two, 512 bytes to 16 MiB; tensors whose slices are all multiples of it start at multiples of
-            it. Sizes are bytes, or text such as "16KiB".
-        plan: a plan file, the name of a built-in plan, "transformers" for that package's plan, or "vllm" or "sglang":
+        align: power of two, 512 bytes to 16 MiB. If all slices of a tensor have sizes that are multiples of it, they
+            start at multiples of it. Sizes are bytes, or text such as "16KiB".
+        plan: a plan file, the name of a built-in plan, or "transformers" for that package's plan; "vllm" or "sglang":
             cut as the classes of that installed engine cut; or the `Plan` of another conversion of this checkpoint.
-            Default is the built-in plan for config.json's `model_type`. Not needed for `tp=1`.
-        trust_remote_code: with "vllm" or "sglang": let it run Python files of the source.
-        expert_parallel: assign whole experts to ranks, in contiguous blocks; all other tensors are cut as without.
-        unmatched: what to do with tensors that no rule matches: "error", or "replicate" to store them whole for every
+            Default: the built-in plan for config.json's `model_type`. Not needed for `tp=1`.
+        trust_remote_code: with "vllm" or "sglang": allow the engine to run Python files of the source.
+        expert_parallel: assign whole experts to ranks, in contiguous blocks. All other tensors are cut as usual.
+        unmatched: treatment of tensors that no rule matches: "error", or "replicate" to store them whole for every
             rank, which is the default with the plan of transformers.
-        max_part_nbytes: a rank is split into files of about this many bytes.
-        layout: "ranks": separate files for each rank's slices. "whole": whole tensors, which every stock loader reads,
-            and each rank's slices that are not contiguous in them; a third larger for a Llama.
-        ranks: write only these ranks, such as range(4) or "0-3", and read only what they need of the source.
+        max_part_nbytes: approximate size of files, in bytes; larger ranks are split into several files.
+        layout: "ranks": separate files for each rank's slices. "whole": whole tensors, which every built-in loader
+            reads, and each rank's slices that are not contiguous in them; a third larger for a Llama.
+        ranks: write only these ranks, such as range(4) or "0-3", and read only the bytes of the source that they need.
             Default: all.
         force: replace an output folder that relayout wrote, or discard an interrupted conversion that cannot be
             resumed.
         threads: threads that read, copy and write.
-        memory: bytes that they may use for copying, also as text, such as "512MiB".
-        scratch: the folder for files on their way to a bucket; default is that of temporary files (TMPDIR). It needs
-            room for two units: all files of one number, of about `max_part_nbytes` for each rank.
+        memory: bytes that they may use for copying, or text such as "512MiB".
+        scratch: folder for files before their upload to a bucket; default is the system's temporary folder (TMPDIR). It
+            needs room for two units: a unit is all files of one number, about `max_part_nbytes` for each rank.
         progress: True for a bar on stderr, or a function that is called with (bytes done, total bytes).
 
     Raises:
         FormatError: the source is damaged.
-        PlanError: it cannot be converted like this.
+        PlanError: the source cannot be converted with these options.
         OSError: reading or writing failed.
 
-    If it fails or is interrupted after some tensors were written, they stay in a hidden folder beside the output. The
-    same call resumes: it reads the written tensors again, and keeps those with the right digest.
+    If the conversion fails or is interrupted after some tensors were written, they are kept in a hidden folder next to
+    the output. The same call resumes: it reads the written tensors again, and keeps those with the right digest.
 
     Example:
         >>> import relayout

@@ -1,6 +1,6 @@
-"""`copy`: the files of some ranks, or of all, from one folder or store to another. `files`: which these are.
+"""`copy`: copies the files of some or all ranks from one folder or store to another. `files` lists these files.
 
-`apply` copies a folder as deltas change it.
+`apply_deltas` copies a folder with the changes of deltas.
 """
 
 from __future__ import annotations
@@ -62,7 +62,7 @@ from relayout.storage.stores import Access, ReadableFile, Store, WritableFile, f
 from relayout.storage.system import Buffer, peak_nbytes
 
 Ranks = str | Iterable[int] | None
-"""Ranks, such as range(4) or "0-3"; None: all that the folder has."""
+"""Ranks, such as range(4) or "0-3". None: all that the folder has."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -70,13 +70,13 @@ class NeededFile:
     """A file of a converted folder."""
 
     name: str
-    """Relative to the folder."""
+    """Path relative to the folder."""
     nbytes: int
 
 
 @dataclass(frozen=True, slots=True, repr=False)
 class NeededFiles(Result):
-    """What ranks need of a converted folder."""
+    """The files of a converted folder that some ranks need."""
 
     path: str
     num_ranks: int
@@ -85,14 +85,14 @@ class NeededFiles(Result):
     nbytes: int
     """Bytes of all these files."""
     files: tuple[NeededFile, ...]
-    """relayout.json last, so that a copy in this order is complete when it has that."""
+    """The files. relayout.json is last, so a copy in this order is complete once it has relayout.json."""
     unneeded: tuple[str, ...]
-    """Names of the other files of the folder's records: those of other ranks."""
+    """Names of the other files in the folder's records, which only other ranks need."""
 
 
 @dataclass(frozen=True, slots=True, repr=False)
 class Copied(Result):
-    """What `copy` did."""
+    """Result of `copy`."""
 
     output: str
     num_ranks: int
@@ -100,43 +100,45 @@ class Copied(Result):
     ranks: tuple[int, ...]
     """The ranks that the output has."""
     num_files: int
-    """Rank files."""
+    """Number of rank files."""
     nbytes: int
     """Bytes of the rank files."""
     resumed_nbytes: int
-    """Bytes of the files that an interrupted copy had finished: these were not copied again."""
+    """Bytes of files that an earlier, interrupted copy had finished. They were not copied again."""
     reused_nbytes: int
     """Bytes of the rank files that came from an older folder instead of the source."""
     seconds: float
     peak_nbytes: int
-    """The most memory that the process ever held (resident)."""
+    """Peak resident memory of the process, in bytes."""
 
 
 @dataclass(frozen=True, slots=True, repr=False)
 class AlreadyThere(Result):
-    """Nothing was done, because the output is what would be made."""
+    """Result of a command that did nothing, because an identical output exists."""
 
     output: str
     already_there: bool = True
 
 
 def already_there(output: str) -> AlreadyThere:
-    """Say that nothing is to be done, and delete what a replacement left that was killed at its end."""
+    """Return the result for an identical existing output; delete leftovers of an interrupted replacement first."""
     if scheme_of(output) is None:
         remove_leftovers(Path(output))
     return AlreadyThere(output)
 
 
 def files(path: str | os.PathLike[str], *, ranks: Ranks = None) -> NeededFiles:
-    """The files that ranks need of a converted folder, for tools that copy files. Reads manifest and source record.
+    """List the files of a converted folder that ranks need, for tools that copy files.
+
+    Reads the manifest and the source record.
 
     Args:
         path: the converted folder, or its URL.
-        ranks: such as range(4) or "0-3"; None: all that the folder has.
+        ranks: ranks, such as range(4) or "0-3". None: all that the folder has.
 
     Raises:
         FormatError: the folder is damaged, or a file is missing.
-        PlanError: the folder lacks a rank.
+        PlanError: a rank is not in the folder.
         OSError: a request failed.
 
     Example:
@@ -170,29 +172,29 @@ def copy(
     scratch: str | os.PathLike[str] | None = None,
     progress: Progress = None,
 ) -> Copied:
-    """Copy what ranks need of a converted folder. Every byte is compared with its digest while it passes.
+    """Copy the files of a converted folder that ranks need. Every byte is compared with its digest during the copy.
 
     Args:
         path: the converted folder, or its URL. Never written to.
-        output: the folder or prefix to make. It appears complete or not at all, and says which ranks it has.
-        ranks: such as range(4) or "0-3"; None: all that the folder has.
-        reuse: an older version of the converted folder, or its URL, near the output. Bytes that it has are read from
-            there instead of from `path`, and compared with the digests of `path`. Never written to. None: with `force`,
-            the local output that is replaced; else nothing is reused.
-        force: replace an output that relayout wrote, or discard an interrupted attempt at another.
-        trust: whose signature is wanted, as for `load`.
+        output: the folder or prefix to create. It appears complete or not at all; its manifest lists its ranks.
+        ranks: ranks, such as range(4) or "0-3". None: all that the folder has.
+        reuse: an older version of the converted folder, or its URL, near the output. Bytes that it contains are read
+            from there instead of from `path`, and compared with the digests of `path`. Never written to. None: with
+            `force`, the local output that is replaced; otherwise nothing is reused.
+        force: replace an output that relayout wrote, or discard an interrupted copy with other contents.
+        trust: policy of accepted signers, as for `load`.
         threads: threads that read, hash and write.
-        memory: bytes that they may use, also as text, such as "512MiB".
-        scratch: the folder for files on their way to a bucket; default is that of temporary files (TMPDIR).
+        memory: bytes that they may use, or text such as "512MiB".
+        scratch: folder for files before their upload to a bucket; default is the system's temporary folder (TMPDIR).
         progress: True for a bar on stderr, or a function that is called with (bytes done, total bytes).
 
     Raises:
         FormatError: the folder is damaged.
-        PlanError: the folder lacks a rank, or the output cannot be written or replaced.
+        PlanError: a rank is not in the folder, or the output cannot be written or replaced.
         OSError: reading or writing failed.
 
-    If it fails or is interrupted, the files that are complete stay: in a hidden folder beside the output, or in the
-    object store. The same call resumes, and copies the others.
+    If the copy fails or is interrupted, complete files are kept: in a hidden folder next to the output, or in the
+    object store. The same call resumes with the remaining files.
 
     Example:
         >>> import relayout
@@ -207,7 +209,7 @@ def copy(
 def _find_older(
     reuse: str | os.PathLike[str] | None, output: str | os.PathLike[str], *, force: bool
 ) -> tuple[Store, Contents] | None:
-    """Return the older folder that bytes are taken from, and its index; None: there is none."""
+    """Return the older folder to reuse bytes from, with its index; None if no folder can be used."""
     if reuse is not None:
         store = find_input(reuse).snapshot()
         manifest = read_manifest(store)
@@ -215,7 +217,7 @@ def _find_older(
     store = find_store(output)
     if not force or store.cost.is_remote:
         return None
-    try:  # What is wrong with it is no error: it is to be replaced.
+    try:  # A damaged output is not an error here: it will be replaced.
         found = find_manifest(store)
         return None if found is None else (store, Contents.read(store, found, found.holders))
     except (FormatError, OSError):
@@ -225,11 +227,11 @@ def _find_older(
 def differences_from_copy(
     path: str | os.PathLike[str], output: str | os.PathLike[str], *, ranks: Ranks = None, trust: Trust = None
 ) -> list[str] | None:
-    """How the output differs from what `copy` with these arguments would make; None: it is not there, or damaged.
+    """Return how the output differs from the result of `copy` with these arguments; None if it is missing or damaged.
 
-    If there are no differences, this proves that: its manifest, which has the digests of all else, and its signature
-    are those of the copy byte for byte; and what they name is there (`find_faults`), side files with their digests.
-    Weights are not read: `verify` does.
+    An empty list means: the manifest, which has the digests of all other files, and the signature equal those of the
+    copy byte for byte; all files that they name exist (`find_faults`); and side files have their digests. Weights are
+    not read: `verify` reads them.
     """
     source, target = trusted(find_input(path).snapshot(), trust), find_store(output)
     blob, manifest, kept = _kept(source, ranks)
@@ -240,9 +242,9 @@ def differences_from_copy(
         if found is None:
             return None
         other = parse_manifest(found, target.location(MANIFEST_NAME))
-    except FormatError:  # As below.
+    except FormatError:  # Damaged, as below.
         return None
-    if find_faults(target, other):  # Whoever is to replace it says so, see `describe_output`.
+    if find_faults(target, other):  # Replacing the output reports the faults, see `describe_output`.
         return None
     if found != wanted:
         return _other_fields(other, kept)
@@ -256,7 +258,7 @@ _FIELDS = ("model_type", "num_ranks", "plan", "expert_parallel", "alignment", "d
 
 
 def _other_fields(found: Manifest, wanted: Manifest) -> list[str]:
-    """How a manifest differs from another one: what a person decides, weight files, and only then what follows."""
+    """Return the differences between two manifests: first the options, then ranks and weight files."""
     differences = [
         other_option(name, getattr(found, name), getattr(wanted, name))
         for name in _FIELDS
@@ -285,15 +287,15 @@ def apply_deltas(
     scratch: str | os.PathLike[str] | None = None,
     progress: Progress = None,
 ) -> Copied:
-    """Write the folder that deltas make of a converted checkpoint: byte for byte the one that they were made from.
+    """Apply deltas to a converted checkpoint: write the folder that they lead to, identical byte for byte.
 
     Args:
         base: the converted folder, or its URL, that the first delta applies to.
-        deltas: folders that `delta` wrote, or their URLs; each applies to what those before it make.
-        output: the folder to create. It is complete, with every digest compared, or absent.
-        force: replace an output folder that relayout converted, or discard an interrupted attempt at another.
-        threads: threads that read, change and write: some 8 MiB for each.
-        scratch: as for `copy`.
+        deltas: folders that `delta` wrote, or their URLs. Each applies to the result of the previous ones.
+        output: the folder to create. It exists only if every digest was compared.
+        force: replace an output folder that relayout converted, or discard an interrupted output with other contents.
+        threads: threads that read, change and write; each uses about 8 MiB.
+        scratch: folder for files before their upload, as for `copy`.
         progress: True for a bar on stderr, or a function that is called with (bytes done, total bytes).
 
     Raises:
@@ -301,7 +303,7 @@ def apply_deltas(
         PlanError: a delta applies to another checkpoint; or `output` cannot be written or replaced.
         OSError: reading or writing failed.
 
-    If it fails or is interrupted, the same call resumes, as of `copy`.
+    If it fails or is interrupted, the same call resumes, as with `copy`.
 
     Example:
         >>> import relayout
@@ -328,10 +330,11 @@ def copy_from(
     scratch: str | os.PathLike[str] | None = None,
     older: tuple[Store, Contents] | None = None,
 ) -> Copied:
-    """Copy from a store of which no file changes, as `copy` does; `inputs` are those that its bytes come from.
+    """Copy, like `copy`, from a store with files that do not change.
 
     Args:
-        older: a folder whose bytes are taken where they are the same, and its index.
+        inputs: the stores that the bytes of `source` come from.
+        older: an older folder to reuse equal bytes from, and its index.
     """
     started = time.monotonic()
     target = find_store(output)
@@ -357,7 +360,7 @@ def copy_from(
             threads, min(piece_nbytes, source.cost.request_nbytes), others_nbytes, progress
         )
         put_index(source, made, manifest, kept, record, copying.digests)
-        signature = find_signature(source, blob) if kept is manifest else None  # Of another manifest it is none.
+        signature = find_signature(source, blob) if kept is manifest else None  # It does not fit another manifest.
         if signature is not None:
             made.put(SIGNATURE_NAME, [signature])
         made.put(MANIFEST_NAME, [blob if kept is manifest else dump_manifest(kept)])
@@ -375,7 +378,7 @@ def copy_from(
 
 
 def _kept(folder: Store, ranks: Ranks) -> tuple[bytes, Manifest, Manifest]:
-    """The manifest of a folder, as stored and parsed, and that of a copy of these ranks."""
+    """Return the manifest of a folder, as stored and parsed, and the manifest of a copy of these ranks."""
     blob = read_manifest_blob(folder)
     manifest = parse_manifest(blob, folder.location(MANIFEST_NAME))
     if ranks is None:
@@ -398,18 +401,18 @@ class _Copying:
         self._reuse = reuse
         by_name = {file.name: index for index, file in enumerate(manifest.files)}
         self._numbers = [by_name[file.name] for file in kept.files]
-        """The number of each file in the source's manifest."""
+        """The number of each copied file in the source's manifest."""
         self.digests = [read_chunk_digests(source, manifest, number) for number in self._numbers]
-        """The digests of the chunks of each file."""
+        """For each file, the digests of its chunks."""
         self._hashes = OrderedDigests(Stop(), new_proof)
         self._inputs = OpenFiles(self._open_input)
         self._outputs = OpenFiles(self._open_output, num_descriptors=2)
 
     def copy_parts(self, threads: int, piece_nbytes: int, others_nbytes: int, progress: Progress) -> int:
-        """Copy each file as a part of the output, but for those that are there; returns how many bytes were.
+        """Copy each file that the output does not have yet; return the number of bytes that it had before.
 
         Args:
-            others_nbytes: bytes of what is written beside these files.
+            others_nbytes: bytes that are written in addition to these files.
         """
         sizes = [file.nbytes - file.data_start for file in self._files]
         kept = {index for index in range(len(sizes)) if self._output.kept(_part_name(index)) is not None}
@@ -442,7 +445,7 @@ class _Copying:
     def _copy(self, memory: _Buffers, item: tuple[int, Extent]) -> int:
         index, piece = item
         file = self._files[index]
-        blocks = piece.aligned()  # As the output is written.
+        blocks = piece.aligned()  # The output is written in aligned blocks.
         there = memory.bytes.reserve(blocks.nbytes)
         view = there[piece.offset - blocks.offset : piece.end - blocks.offset]
         is_proven = self._reused(index, piece, view, memory.scratch)
@@ -462,7 +465,7 @@ class _Copying:
         return piece.nbytes
 
     def _reused(self, index: int, piece: Extent, view: memoryview, scratch: Buffer) -> bool:
-        """Fill memory with a chunk, or the header, as far as an older folder has it. False: it must be read whole."""
+        """Fill `view` with a chunk or the header, as far as an older folder has it; False: all of it must be read."""
         if self._reuse is None:
             return False
 
@@ -473,7 +476,7 @@ class _Copying:
         return self._reuse.fill(self._numbers[index], piece, view, scratch, rest)
 
     def _complete(self, index: int) -> None:
-        """Copy the header of a file, of which all else is copied."""
+        """Copy the header of a file, after all other bytes were copied."""
         file = self._files[index]
         head = memoryview(bytearray(file.data_start))
         if not self._reused(index, Extent(0, file.data_start), head, scratch := Buffer()):
@@ -484,15 +487,15 @@ class _Copying:
 
 
 class _Buffers:
-    """Memory of one thread."""
+    """Buffers of one thread."""
 
     def __init__(self) -> None:
         self.bytes = Buffer()
-        """For what is copied."""
+        """For the bytes that are copied."""
         self.scratch = Buffer()
-        """For reads that direct I/O cannot place there."""
+        """For reads that direct I/O cannot place in `bytes`."""
 
 
 def _part_name(index: int) -> str:
-    """The name of a file as a part of an output."""
+    """Return the name of a file as a part of an output."""
     return f"file-{index}"

@@ -1,4 +1,4 @@
-"""`delta`: what changed between two converted checkpoints."""
+"""`delta`: writes the changes between two converted checkpoints."""
 
 from __future__ import annotations
 
@@ -59,34 +59,34 @@ from relayout.storage.stores import Access, ReadableFile, Store, find_input, fin
 from relayout.storage.system import Buffer, peak_nbytes
 
 _READ_AT_ONCE = 4
-"""Chunks of a file that a thread reads at once."""
+"""Number of chunks that a thread reads in one request."""
 _AHEAD = 2
-"""Reads of each thread whose changes are in memory before they are written."""
+"""Number of reads per thread with changes held in memory before they are written."""
 
 
 @dataclass(frozen=True, slots=True, repr=False)
 class DeltaDone(Result):
-    """What `delta` did."""
+    """Result of `delta`."""
 
     output: str
     num_files: int
-    """Weight files."""
+    """Number of weight files."""
     nbytes: int
-    """Bytes of all weight files."""
+    """Bytes of all weight files of the new checkpoint."""
     delta_nbytes: int
-    """Bytes that the delta stores of what changed in them."""
+    """Bytes that the delta stores for changes in weight files."""
     seconds: float
     peak_nbytes: int
-    """Peak resident memory of the process."""
+    """Peak resident memory of the process, in bytes."""
 
 
 @dataclass(frozen=True, slots=True)
 class _Side:
-    """One of the two converted checkpoints."""
+    """One of the two converted checkpoints that are compared."""
 
     store: Store
     blob: bytes
-    """The manifest as stored."""
+    """The manifest as stored, in bytes."""
     manifest: Manifest
     record: SourceRecord
 
@@ -98,7 +98,7 @@ class _Side:
         return _Side(store, blob, manifest, read_record(store, manifest))
 
     def header(self, index: int) -> tuple[bytes, Header]:
-        """The header of a weight file, as stored and parsed."""
+        """Return the header of a weight file, as stored and parsed."""
         file = self.manifest.files[index]
         shard, header = read_shard(self.store, file.name)
         check_header(shard.header, file.header_digest, self.store.location(file.name))
@@ -115,21 +115,21 @@ def delta(
     scratch: str | os.PathLike[str] | None = None,
     progress: Progress = None,
 ) -> DeltaDone:
-    """Write what changed between two converted checkpoints of one layout, such as two steps of a training.
+    """Write the changes between two converted checkpoints of one layout, such as two steps of a training.
 
-    An element that did not change costs nearly nothing, wherever it is. Memory: some 12 MiB for each thread.
+    Unchanged elements take almost no space, wherever they are. Memory: about 12 MiB per thread.
 
     Args:
-        old, new: converted folders, or their URLs: equal tensors, cut and stored alike.
-        output: the folder to create. It is complete, or absent.
+        old, new: converted folders, or their URLs, with equal tensors and the same layout.
+        output: the folder to create. On failure it does not exist.
         force: replace an output folder that this function wrote.
         threads: threads that read, compare and compress.
-        scratch: the folder for files on their way to a bucket; default is that of temporary files (TMPDIR).
+        scratch: folder for files before their upload to a bucket; default is the system's temporary folder (TMPDIR).
         progress: True for a bar on stderr, or a function that is called with (bytes done, total bytes).
 
     Raises:
         FormatError: one of the folders is damaged.
-        PlanError: they have different layouts; or `output` cannot be written or replaced.
+        PlanError: the folders have different layouts, or `output` cannot be written or replaced.
         OSError: reading or writing failed; the output is deleted.
 
     Example:
@@ -197,7 +197,10 @@ def _check_layout(before: _Side, after: _Side) -> None:
 
 
 def _others(before: _Side, after: _Side) -> dict[str, SideFile | None]:
-    """The files beside the weights that are new or differ: side files, and others, whose proofs are in the manifest."""
+    """Return the new and changed files next to the weights: side files with their record entry, others with None.
+
+    The others are files with a digest in the manifest, and the signature.
+    """
     known, proofs = (digests_of_small(side.manifest) for side in (before, after))
     others: dict[str, SideFile | None] = {name: None for name, proof in proofs.items() if known.get(name) != proof}
     sides = {(side.name, side.nbytes, side.digest) for side in before.record.side_files}
@@ -207,7 +210,7 @@ def _others(before: _Side, after: _Side) -> dict[str, SideFile | None]:
     others |= {
         side.name: side for side in after.record.side_files if (side.name, side.nbytes, side.digest) not in sides
     }
-    if find_signature(after.store, after.blob) is not None:  # So that what `apply` makes has it, too.
+    if find_signature(after.store, after.blob) is not None:  # So that the folder that `apply` writes has it, too.
         others[SIGNATURE_NAME] = None
     return others
 
@@ -224,7 +227,7 @@ def _put_others(after: _Side, others: Mapping[str, SideFile | None], made: Outpu
 
 
 def _put_digests(before: _Side, after: _Side, made: Output) -> tuple[ChangedDigests, ...]:
-    """Write the digests of tensors that changed."""
+    """Write the digests of changed tensors, and return the manifest entries for each holder and for the source."""
     found = [
         dump_changed_digests(*(read_packed_digests(side.store, side.manifest, holder) for side in (before, after)))
         for holder in (*after.manifest.holders, None)
@@ -237,7 +240,7 @@ def _put_digests(before: _Side, after: _Side, made: Output) -> tuple[ChangedDige
 def _write_changes(
     before: _Side, after: _Side, index: int, made: Output, threads: int, report: Callable[[int], None]
 ) -> DeltaFile | None:
-    """Compare two versions of a weight file, and write what differs; None: nothing does."""
+    """Compare two versions of a weight file, and write the changes; None if the versions are equal."""
     file, sides = after.manifest.files[index], (before, after)
     digests = [read_chunk_digests(side.store, side.manifest, index) for side in sides]
     rows = [np.frombuffer(each_side, np.uint8).reshape(-1, PROOF_NBYTES) for each_side in digests]
@@ -252,10 +255,10 @@ def _write_changes(
     piece, widths = partial(piece_of, file, after.manifest.chunk_nbytes), widths_in(parsed[1])
     where = [side.store.location(file.name) for side in sides]
     idle = [(Buffer(), Buffer(), Buffer()) for _ in range(threads)]
-    """Fresh memory for each run would take longer than to read it."""
+    """Buffers that are reused: allocating memory for each run would take longer than reading the run."""
 
     def compare(run: range) -> list[EncodedPiece]:
-        """What changed in some chunks that are neighbors."""
+        """Return the changes in a run of neighboring chunks."""
         first, last = piece(1 + run[0]), piece(1 + run[-1])
         *buffers, scratch = taken = idle.pop()
         views = [
@@ -291,7 +294,7 @@ def _write_changes(
 
 
 def _runs(chunks: Sequence[int]) -> list[range]:
-    """Chunks, rising, in runs of neighbors that are read at once."""
+    """Group chunks, in ascending order, into runs of neighbors that are read in one request."""
     runs: list[range] = []
     for chunk in chunks:
         if runs and runs[-1].stop == chunk and len(runs[-1]) < _READ_AT_ONCE:
@@ -302,7 +305,7 @@ def _runs(chunks: Sequence[int]) -> list[range]:
 
 
 def _read(file: ReadableFile, extent: Extent, buffer: Buffer) -> memoryview:
-    """Bytes of a file, as direct I/O wants to read them."""
+    """Read bytes of a file into a buffer, at offsets and lengths that are aligned for direct I/O."""
     blocks = extent.aligned()
     view = buffer.reserve(blocks.nbytes)
     file.read(blocks.offset, view)

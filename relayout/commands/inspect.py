@@ -1,4 +1,4 @@
-"""`inspect`: summarizes a safetensors file or a checkpoint, plain or converted, and what a rank reads of it."""
+"""`inspect`: summarizes a safetensors file or a checkpoint, plain or converted, and the reads of a rank."""
 
 from __future__ import annotations
 
@@ -29,29 +29,29 @@ DEGREES = (2, 4, 8, 16)
 
 @dataclass(frozen=True, slots=True)
 class TensorGroup:
-    """Tensors of one dtype, shape and cut whose names differ only in numbers."""
+    """Tensors with one dtype, shape and cut, and with names that differ only in numbers."""
 
     pattern: str
     count: int
     dtype: str
     shape: tuple[int, ...]
-    """The stored shape: the slice's in a converted checkpoint."""
+    """The stored shape. In a converted checkpoint this is the shape of the slice."""
     nbytes: int
     """Bytes of all tensors of the group."""
     cut: str | None
-    """The stored part of the whole tensor, as text; None: all of it."""
+    """The stored part of the whole tensor, as text. None: the whole tensor is stored."""
 
 
 @dataclass(frozen=True, slots=True)
 class RankSummary:
-    """One rank of a converted checkpoint."""
+    """Summary of one rank of a converted checkpoint."""
 
     rank: int
     num_tensors: int
     nbytes: int
     num_files: int
     num_reads: int
-    """Contiguous or strided pieces that a load reads."""
+    """Number of contiguous or strided pieces that a load reads."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -60,48 +60,48 @@ class Amplification:
 
     tp: int
     needed_nbytes: int | None
-    """Bytes of the rank's slices; None if the checkpoint cannot be cut at this degree."""
+    """Bytes of the rank's slices. None: the checkpoint cannot be cut at this degree."""
     row_reader_nbytes: int | None
-    """Bytes read by a loader that can slice dim 0 of a tensor, but no other dim."""
+    """Bytes read by a loader that can slice only dim 0 of a tensor."""
     whole_nbytes: int
     """Bytes read by a loader that reads whole shards."""
     ranks_layout_nbytes: int | None
-    """Bytes of all tensors that a conversion to this degree stores."""
+    """Bytes of all tensors that a conversion to this degree would store."""
     whole_layout_nbytes: int | None
-    """Bytes that a conversion with `layout="whole"` stores."""
+    """Bytes that a conversion with `layout="whole"` would store."""
     reason: str | None
-    """Why it cannot be cut, mostly with the degrees at which it can be; None if it can."""
+    """The reason why it cannot be cut, usually with the degrees that are possible. None: it can be cut."""
 
 
 @dataclass(frozen=True, slots=True, repr=False)
 class Inspection(Result):
-    """What `inspect` found."""
+    """Result of `inspect`."""
 
     path: str
     converted: bool
     model_type: str | None
     num_files: int
     num_tensors: int
-    """Tensors of the whole model."""
+    """Number of tensors in the whole model."""
     nbytes: int
     """Stored bytes of all tensors shown: of all ranks, one rank, or the plain checkpoint."""
     groups: tuple[TensorGroup, ...]
-    """The groups of all tensors; of a converted checkpoint, those of the requested rank, or of the first."""
+    """The groups of all tensors. For a converted checkpoint: groups of the requested rank, or of the first rank."""
     plan: str | None = None
-    """Full name of the plan that cut it, ORIGIN:NAME, or "none"; None for a plain checkpoint."""
+    """Full name of the plan that cut the checkpoint, ORIGIN:NAME, or "none". None: a plain checkpoint."""
     num_ranks: int | None = None
-    """The tensor-parallel degree; None for a plain checkpoint."""
+    """The tensor-parallel degree. None: a plain checkpoint."""
     present: tuple[int, ...] = ()
-    """The ranks that the folder has; empty for a plain checkpoint."""
+    """Ranks that the folder has; empty for a plain checkpoint."""
     ranks: tuple[RankSummary, ...] = ()
-    """Empty for a plain checkpoint."""
+    """Summaries of the ranks; empty for a plain checkpoint."""
     dcp: bool | None = None
-    """Whether PyTorch DCP reads the rank files as one model. None for a plain checkpoint, or if ranks are missing."""
+    """True if PyTorch DCP can read the rank files as one model. None: a plain checkpoint, or ranks are missing."""
     amplification: tuple[Amplification, ...] = ()
-    """Empty for a converted checkpoint."""
+    """Read amplification by degree; empty for a converted checkpoint."""
     left_out: tuple[str, ...] = ()
-    """Weights at the top level that are not of the model, each with the reason. `convert --dry-run` names all files
-    that a conversion would not copy."""
+    """Weight files at the top level that are not part of the model, each with the reason. `convert --dry-run` lists all
+    files that a conversion would not copy."""
 
 
 def inspect(path: str | os.PathLike[str], *, rank: int | None = None, tp: int | None = None) -> Inspection:
@@ -109,15 +109,16 @@ def inspect(path: str | os.PathLike[str], *, rank: int | None = None, tp: int | 
 
     Args:
         path: the file or folder.
-        rank: show only this rank of a converted checkpoint; None: sums over its ranks, and the tensors of the first.
-        tp: what a conversion of a plain checkpoint to this degree would change; None: to 2, 4, 8 and 16.
+        rank: show only this rank of a converted checkpoint. None: totals over its ranks, and tensors of the first rank.
+        tp: for a plain checkpoint, show the effect of a conversion to this degree. None: to 2, 4, 8 and 16.
 
     Returns:
-        What was found.
+        The summary.
 
     Raises:
         FormatError: a file is damaged, missing or truncated.
-        PlanError: `path` is not a checkpoint, or has no such rank, or `tp` is not a degree or `path` converted already.
+        PlanError: `path` is not a checkpoint; or the rank does not exist; or `tp` is not a valid degree, or was given
+            for a converted checkpoint.
 
     Example:
         >>> import relayout
@@ -192,7 +193,7 @@ def _amplification(source: SourceCheckpoint, tp: int) -> Amplification:
     try:
         plan = plan_for(source, tp)
     except RelayoutError as error:
-        why = error.text if isinstance(error, PlanError) else str(error)  # Others are about a file, which they name.
+        why = error.text if isinstance(error, PlanError) else str(error)  # str() includes the path of a damaged file.
         return Amplification(tp, None, None, whole, None, None, why)
     needed, by_rows, apart = [0] * tp, [0] * tp, 0
     alike = Counter(
@@ -210,7 +211,7 @@ def _amplification(source: SourceCheckpoint, tp: int) -> Amplification:
 
 
 def _groups(tensors: Iterable[tuple[str, str, tuple[int, ...], str | None]]) -> tuple[TensorGroup, ...]:
-    """Groups of tensors, each given by name, dtype, shape and cut."""
+    """Group tensors that are given by name, dtype, shape and cut."""
     counts = Counter((collapse_numbers(name), dtype, shape, cut) for name, dtype, shape, cut in tensors)
     return tuple(
         TensorGroup(pattern, count, dtype, shape, count * (num_bytes(dtype, shape) or 0), cut)

@@ -45,17 +45,17 @@ from relayout.storage.system import Buffer, peak_nbytes
 
 @dataclass(frozen=True, slots=True, repr=False)
 class Restored(Result):
-    """Result of a restoration."""
+    """Result of `restore`."""
 
     output: str
     num_files: int
-    """How many shards were written."""
+    """Number of shards that were written."""
     num_tensors: int
     written_nbytes: int
     """Bytes of all shards."""
     seconds: float
     peak_nbytes: int
-    """Peak resident memory of the process."""
+    """Peak resident memory of the process, in bytes."""
 
 
 def restore(
@@ -75,19 +75,19 @@ def restore(
 
     Args:
         path: the converted folder.
-        output: the folder to create. It is complete, with every digest verified, or absent.
+        output: the folder to create. It exists only if every digest was verified.
         force: replace an output folder that relayout wrote.
-        trust: whose signature is wanted, as for `load`.
+        trust: policy of accepted signers, as for `load`.
         threads: threads that read, copy and write.
         memory: bytes that these threads may use, or text such as "512MiB".
-        scratch: the folder for files on their way to a bucket; default is that of temporary files (TMPDIR).
+        scratch: folder for files before their upload to a bucket; default is the system's temporary folder (TMPDIR).
         progress: True for a bar on stderr, or a function that is called with (bytes done, total bytes).
 
     Returns:
-        What was written.
+        Counts of files, tensors and bytes that were written, and the time.
 
     Raises:
-        FormatError: the folder is damaged, or lacks bytes of the source.
+        FormatError: the folder is damaged, or bytes of the source are missing.
         PlanError: `output` cannot be written or replaced, or the folder lacks ranks.
         OSError: reading or writing failed; the output is deleted.
 
@@ -116,7 +116,7 @@ def restore(
         scratch=folder_text(scratch, "scratch"),
     )
     with place.begin(work) as made:
-        # Each thread may have a complete shard that waits to be sent.
+        # Each thread may have a complete shard that waits for its upload.
         made.check_space(written + sum(side.nbytes for side in record.side_files), threads * max(sizes, default=0))
         source = recorded_source(folder, record)
         stored, of_stored = as_one_rank(manifest, record)
@@ -144,7 +144,7 @@ def restore(
 
 
 class _TensorWriter:
-    """Reads the rank files and writes the shards; only a few of these are incomplete at a time."""
+    """Reads the rank files and writes the shards. Only a few shards are incomplete at a time."""
 
     def __init__(
         self,
@@ -156,7 +156,7 @@ class _TensorWriter:
         tables: Mapping[int, RankTable],
         digests: Sequence[Sequence[str]],
     ) -> None:
-        """Take digests of the source's tensors, and of each table's."""
+        """Initialize the writer with the digests of the source's tensors, and of each table's slices."""
         self._folder = folder
         self._of_source = of_source
         self._digests = digests
@@ -168,15 +168,15 @@ class _TensorWriter:
         self._stop = Stop()
         self._hashes = OrderedDigests(self._stop)
         self._checked: set[int] = set()
-        """Tensors whose digest was verified."""
+        """Positions of the tensors with a verified digest."""
         self._num_left = [file.nbytes - len(file.header) for file in conversion.source.files]
-        """How many bytes behind its header each shard still lacks."""
+        """Bytes that are still missing after the header of each shard."""
         self._lock = threading.Lock()
         self._inputs = OpenFiles(self._open_input)
         self._outputs = OpenFiles(self._open_output, num_descriptors=2)
 
     def run(self, threads: int, chunk_nbytes: int, on_progress: Callable[[int], None]) -> None:
-        """Do all the work; call once."""
+        """Write all tensors. Can be called once."""
         for index, num_left in enumerate(self._num_left):
             if not num_left:
                 self._complete(index)
@@ -185,7 +185,7 @@ class _TensorWriter:
         with self._inputs, self._outputs:
             Workers(threads, steps, lambda: (Buffer(), Buffer()), self._work, self._stop).run(on_progress)
         for t, tensor in enumerate(self._tensors):
-            if tensor.extent.nbytes and t not in self._checked:  # The steps are those of slices that ranks hold.
+            if tensor.extent.nbytes and t not in self._checked:  # Steps exist only for slices that some rank holds.
                 what = "no rank holds it, so the file cannot be restored"
                 raise FormatError(what, path=str(self._folder), tensor=tensor.name, code="missing")
 
@@ -198,7 +198,7 @@ class _TensorWriter:
         return self._output.write(shard.name, shard.nbytes)
 
     def _work(self, memory: tuple[Buffer, Buffer], step: Step) -> int:
-        """Read a step's spans, rearrange, write and check them."""
+        """Read the spans of a step, rearrange their bytes, write them, and verify digests."""
         loaded = Loaded.place(step.ranges, memory[0])
         for span in step.spans:
             self._read_span(span, loaded, memory[1])
@@ -223,7 +223,7 @@ class _TensorWriter:
         self._output.keep(f"shard-{index}", b"")
 
     def _read_span(self, span: Span, loaded: Loaded, buffer: Buffer) -> None:
-        """Read a span from its first target, and copy its pieces to their order in the source."""
+        """Read a span from its first target, and copy its pieces to their positions in the source."""
         place = span.targets[0]
         stored = Extent(place.offset, span.nbytes).aligned()
         blocks = buffer.reserve(stored.nbytes)
@@ -237,7 +237,7 @@ class _TensorWriter:
                 copy_runs(blocks, loaded.memory, transfer.inverted(), position, target)
 
     def _check(self, t: int, extent: Extent, view: memoryview) -> None:
-        """Hash bytes of a tensor, and compare its digest after the last."""
+        """Hash bytes of a tensor; after the last byte, compare the digest."""
         tensor = self._tensors[t]
         digest = self._hashes.update(t, extent.offset - tensor.extent.offset, view, tensor.extent.nbytes)
         if digest is None:
@@ -247,7 +247,7 @@ class _TensorWriter:
         self._checked.add(t)
 
     def _damage(self, name: str) -> FormatError:
-        """The error of a tensor whose digest differs: it names the first damaged slice, by the slices' digests."""
+        """Return the error for a tensor with a wrong digest. It names the first damaged slice, found by its digest."""
         for rank, table in self._tables.items():
             if name not in table.names:
                 continue

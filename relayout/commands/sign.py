@@ -1,4 +1,4 @@
-"""`sign`: signs a converted checkpoint, in the format of OpenSSF Model Signing, by the package model-signing."""
+"""`sign`: signs a converted checkpoint in the format of OpenSSF Model Signing, with the package model-signing."""
 
 from __future__ import annotations
 
@@ -43,20 +43,20 @@ from relayout.storage.stores import Access, Store, find_input
 
 _DEFAULT_THREADS = 8
 _PIECES_AT_ONCE = 16
-"""Pieces of a delta that are read at once."""
+"""Number of pieces of a delta that are read in one request."""
 
 
 @dataclass(frozen=True, slots=True, repr=False)
 class SignatureWritten(Result):
-    """What was signed."""
+    """Result of `sign`."""
 
     signature: str
-    """Where the signature is."""
+    """Path or URL of the signature."""
     content: str
-    """Content of the folder, or of what the delta makes, see `manifest.content_of`: a policy can name it."""
+    """Content of the folder, or of the result of the delta (see `manifest.content_of`). A policy can require it."""
     num_files: int
     nbytes: int
-    """Bytes of all files, which were read once."""
+    """Bytes of all files; each file was read once."""
     seconds: float
 
 
@@ -69,24 +69,24 @@ def sign(
     threads: int = _DEFAULT_THREADS,
     progress: Progress = None,
 ) -> SignatureWritten:
-    """Sign a converted checkpoint or a delta, and write model.sig beside its files, in place of an older signature.
+    """Sign a converted checkpoint or a delta: write model.sig next to its files, replacing an older signature.
 
-    Only what is as its digests say is signed: every byte is read once, and compared. Of a folder all files are signed:
-    `model_signing verify` accepts it. Of a delta its relayout.json is, which proves all others. `trust` of `load` and
-    others proves what they read.
+    Every byte is read once and compared with its digest before it is signed. For a folder, the signature covers all
+    files, and `model_signing verify` accepts it. For a delta, it covers relayout.json, which has the digests of all
+    other files. Functions with `trust`, such as `load`, verify the files that they read.
 
     Args:
-        path: a converted folder, a delta, or the URL of one.
+        path: a converted folder, a delta, or its URL.
         key: a private key (PEM, an elliptic curve).
-        certificate: of that key (PEM).
-        chain: of certificates that lead to a root.
-        threads: files that are read at the same time.
+        certificate: the certificate of that key (PEM).
+        chain: certificates that lead to a root.
+        threads: number of files that are read concurrently.
         progress: True for a bar on stderr, or a function that is called with (bytes done, total bytes).
 
     Raises:
         FormatError: the folder or the delta is damaged.
-        PlanError: the key cannot be used; a chain without a certificate; model.sig is no signature; or the package
-            is missing.
+        PlanError: the key cannot be used; or a chain has no certificate; or model.sig is not a signature; or the
+            package is missing.
         OSError: reading or writing failed.
 
     Example:
@@ -124,7 +124,7 @@ def sign(
 
 
 def _sign_delta(store: Store, name: str, signer: Any, progress: Progress) -> SignatureWritten:
-    """Sign a delta, all of whose files are as its manifests say."""
+    """Sign a delta, after checking that all its files match its manifests."""
     started, delta = time.monotonic(), read_delta(store)
     _check_older(store)
     nbytes = sum(file.nbytes for file in delta.manifest.files)
@@ -157,7 +157,7 @@ def _sign_delta(store: Store, name: str, signer: Any, progress: Progress) -> Sig
 
 
 def _read_pieces(delta: Delta, number: int) -> None:
-    """Read all that a delta has of a file, and compare it with its proofs."""
+    """Read all pieces that a delta has for a file, and compare them with their digests."""
     changes = delta.changes(number)
     assert changes is not None
     first, numbers = 0, changes.index.numbers
@@ -168,7 +168,7 @@ def _read_pieces(delta: Delta, number: int) -> None:
 
 
 def _check_older(store: Store) -> None:
-    """Check that what is to be replaced is a signature."""
+    """Raise PlanError if model.sig exists and is not a signature."""
     try:
         blob = store.read(SIGNATURE_NAME, MAX_SIGNATURE_NBYTES)
         is_signature = "dsseEnvelope" in parse_object(blob, SIGNATURE_NAME)
@@ -181,7 +181,7 @@ def _check_older(store: Store) -> None:
 
 
 def _expected(store: Store, manifest: Manifest, blob: bytes) -> dict[str, str | None]:
-    """The proof of each file that manifest and record name; None for weight files, whose pieces they prove."""
+    """Return the digest of each file in manifest and record; None for weight files, which are verified by chunks."""
     record = read_record(store, manifest)
     expected: dict[str, str | None] = dict.fromkeys(names_of(manifest, record))
     expected |= proofs_of_sides(record)
@@ -197,7 +197,7 @@ def _expected(store: Store, manifest: Manifest, blob: bytes) -> dict[str, str | 
 
 
 def _sizes(store: Store, expected: Mapping[str, object]) -> dict[str, int]:
-    """The length of each file to be signed: all that is there but an older signature, hidden files and caches."""
+    """Return the length of each file to sign: all files except an older signature, hidden files and caches."""
     names = set(expected)
     for entry in store.walk():
         if entry.refusal is not None:
@@ -208,7 +208,7 @@ def _sizes(store: Store, expected: Mapping[str, object]) -> dict[str, int]:
 
 
 def _digest(store: Store, manifest: Manifest, name: str, expected: str | None) -> str:
-    """The SHA-256 of a file that is as manifest and record say."""
+    """Return the SHA-256 of a file, after checking that its bytes match the manifest and record."""
     where = store.location(name)
     index = index_of(manifest, name)
     if index is None:

@@ -1,4 +1,4 @@
-"""`verify`: checks a converted checkpoint, by itself or against its source."""
+"""`verify`: checks a converted checkpoint on its own, or against its source."""
 
 from __future__ import annotations
 
@@ -61,16 +61,16 @@ def verify(
 ) -> Verification:
     """Check a converted checkpoint: its structure, its sidecar files, and the digest of every slice.
 
-    That proves the bytes that were written. Slices of several ranks are not put together: only `source`, and `restore`,
-    prove that they make the tensors of the source.
+    This verifies the bytes that were written. It does not join the slices of several ranks: only `source` and `restore`
+    check that the slices make up the tensors of the source.
 
     Args:
         path: the converted folder.
-        source: the source checkpoint; every slice is cut from it again and compared.
-        ranks: only these, such as range(4) or "0-3", whose files must be there; None: all that the folder has. If there
-            is no file of some, that is one difference, and the others are checked.
-        trust: whose signature is wanted, as for `load`; then all that is signed is compared, and nothing else may be
-            there, as `model_signing verify` has it. Reads the files again.
+        source: the source checkpoint. Every slice is cut from it again and compared.
+        ranks: check only these ranks, such as range(4) or "0-3"; their files must exist. None: all that the manifest
+            lists. Ranks without any file are reported as one difference, and the other ranks are checked.
+        trust: policy of accepted signers, as for `load`. All signed files are then compared, and unsigned files are
+            differences, as in `model_signing verify`. This reads the files again.
         threads: threads that read and hash.
         memory: bytes that these threads may use, or text such as "512MiB".
         progress: True for a bar on stderr, or a function that is called with (bytes done, total bytes).
@@ -128,18 +128,18 @@ def verify(
             compared = _Compared(folder, manifest.only(wanted), usable, digests, record, original)
             found += compared.differences(threads, chunk_nbytes, report_nbytes.after(hash_nbytes))
             report.compared_with_source = original is not None and compared.has_same_tensors
-    found[:] = dict.fromkeys(found)  # What is wrong with one file may be found for each rank.
+    found[:] = dict.fromkeys(found)  # The same difference in a file may be found once per rank.
     return report
 
 
 def _check_small_files(
     folder: Store, manifest: Manifest, holders: Iterable[int], found: list[Difference]
 ) -> tuple[SourceRecord | None, dict[int, RankTable], FolderDigests]:
-    """Check whether all but the weights agree, and add to what is found.
+    """Check all files other than the weights, and append differences to `found`.
 
     Returns:
-        The source record, None if it cannot be read; the tables of the holders whose headers can all be read; and all
-        digests that are intact.
+        The source record, or None if it cannot be read; the tables of all holders with intact headers; and all intact
+        digests.
     """
     digests, differences = check_digests(folder, manifest, holders)
     checked = check_record(folder, manifest, digests.source)
@@ -159,15 +159,15 @@ def _check_small_files(
 def _check_signed(
     folder: Store, signed: Signed, needed: Container[str], differing: Container[str], threads: int
 ) -> Iterator[Difference]:
-    """Compare the SHA-256 of all signed files; nothing else may be there.
+    """Yield differences between the signed SHA-256 of files and the actual one, and files that are not signed.
 
-    Weight files that are not needed are not compared, nor is what is known to differ.
+    Weight files outside `needed` and files in `differing` are not compared.
     """
     known: Container[str] | None = signed.digests
     if not signed.lists_all:
         try:
             known = names_of(signed.manifest, read_record(folder, signed.manifest))
-        except FormatError:  # It has been told, and nobody knows which side files belong here.
+        except FormatError:  # Already reported. Without the record, the side files that belong here are unknown.
             known = None
     for entry in folder.walk():
         is_ours = entry.is_folder or known is None or entry.name in known or entry.name == SIGNATURE_NAME
@@ -197,7 +197,10 @@ def _check_stored(
     threads: int,
     on_progress: Callable[[int], None],
 ) -> Iterator[Difference]:
-    """Read a holder's own files once, and compare the digests of slices, if they are known, and of chunks."""
+    """Read a holder's own files once; yield slices and chunks with a digest that differs from the stored one.
+
+    Digests of slices are compared if they are known.
+    """
     slices: dict[int, list[tuple[Extent, str, str]]] = {index: [] for index in own_files(manifest, holder)}
     for name, nbytes, position, offset, digest in zip(
         table.names, table.sizes, table.files, table.offsets, digests or [""] * len(table.names), strict=True
@@ -230,38 +233,38 @@ def _check_stored(
 
 
 def _chunk_digests(folder: Store, manifest: Manifest, index: int) -> list[str]:
-    """The digests of a file's chunks, in hex. FormatError: they cannot be read."""
+    """Return the digests of a file's chunks in hex; raise FormatError if they cannot be read."""
     digests = read_chunk_digests(folder, manifest, index)
     return [digests[start : start + PROOF_NBYTES].hex() for start in range(0, len(digests), PROOF_NBYTES)]
 
 
 @dataclass(frozen=True, slots=True)
 class _Compared:
-    """What is compared: the source, or the folder's whole tensors, cut again, with what the folder has."""
+    """A comparison of the folder with slices that are cut again, from the source or from the folder's whole tensors."""
 
     folder: Store
     manifest: Manifest
-    """The manifest, with only the ranks that are checked."""
+    """The manifest, restricted to the ranks that are checked."""
     tables: Mapping[int, RankTable]
     digests: FolderDigests
     record: SourceRecord
     original: SourceCheckpoint | None
-    """The source that was named; None: the folder's own whole tensors are cut again."""
+    """The source that the caller named. None: the folder's own whole tensors are cut again."""
 
     @property
     def source(self) -> SourceCheckpoint:
-        """What is cut again."""
+        """The checkpoint that is cut again."""
         if self.original is not None:
             return self.original
         return _whole_source(self.folder, self.manifest, self.tables[self.manifest.num_ranks])
 
     @property
     def has_same_tensors(self) -> bool:
-        """Whether it has the tensors that were converted."""
+        """True if the source's tensors have the recorded names, dtypes and shapes, in the same order."""
         return _heads_of(self.source) == _recorded_heads(self.record)
 
     def differences(self, threads: int, chunk_nbytes: int, on_progress: Callable[[int], None]) -> Iterator[Difference]:
-        """Cut it with the conversion's copy plan, and compare all digests."""
+        """Cut the source with the conversion's copy plan, and yield the digests that differ."""
         source, original = self.source, self.original
         actual, expected = _heads_of(source), _recorded_heads(self.record)
         if actual != expected:
@@ -273,7 +276,7 @@ class _Compared:
         plan = CopyPlan(conversion, chunk_nbytes=chunk_nbytes)
         steps = chain.from_iterable(map(plan.steps, range(len(conversion.layout.units))))
         passed = run_steps(conversion, steps, None, threads=threads, on_progress=on_progress)
-        on_progress(self.manifest.source_nbytes)  # Some ranks may not need all of it.
+        on_progress(self.manifest.source_nbytes)  # Some ranks may not need all bytes of the source.
         digests = digests_of_all(conversion, passed)
         rows = {holder: {name: row for row, name in enumerate(table.names)} for holder, table in self.tables.items()}
         for t, digests_of_tensor in enumerate(digests):
@@ -284,8 +287,8 @@ class _Compared:
     def _compare_tensor(
         self, conversion: Conversion, t: int, digests: TensorDigests, rows: Mapping[int, Mapping[str, int]]
     ) -> Iterator[Difference]:
-        """Compare the digests of a tensor and of its slices; `rows` has the place of each name in each table."""
-        assert self.digests.source is not None  # Else there was a difference.
+        """Yield differences in the digests of a tensor and its slices; `rows`: holder -> tensor name -> table row."""
+        assert self.digests.source is not None  # Otherwise a difference was found before.
         name, recorded, held = self.record.names[t], self.digests.source[t], conversion.cut[t].cut.which
         culprit = "folder" if self.original is None else _culprit(digests.source, recorded)
         for holder, table in self.tables.items():
@@ -299,7 +302,7 @@ class _Compared:
 
 
 def _heads_of(source: SourceCheckpoint) -> list[tuple[str, str, tuple[int, ...]]]:
-    """Name, dtype and shape of each tensor."""
+    """Return the name, dtype and shape of each tensor."""
     return [(tensor.name, tensor.dtype, tensor.shape) for tensor in source.tensors]
 
 
@@ -308,9 +311,11 @@ def _recorded_heads(record: SourceRecord) -> list[tuple[str, str, tuple[int, ...
 
 
 def _culprit(actual: str | None, recorded: str | None) -> Culprit:
-    """What is wrong if a slice differs from the source, by the digest of the source tensor and the one recorded.
+    """Return the culprit for a slice that differs from the source.
 
-    A tensor that was not read whole has no digest.
+    Args:
+        actual: digest of the source tensor now; None if the tensor was not read whole.
+        recorded: digest of the source tensor at conversion; None if it was not read whole.
     """
     if actual is None or recorded is None:
         return "either"
@@ -318,7 +323,7 @@ def _culprit(actual: str | None, recorded: str | None) -> Culprit:
 
 
 def _compare_files(record: SourceRecord, source: SourceCheckpoint) -> Iterator[Difference]:
-    """Compare the rest of what is restored: names, lengths and headers of shards, the index, and side files."""
+    """Yield differences in the rest of a restored source: names, lengths and headers of shards, index, side files."""
     expected = {file.name: (file.nbytes, file.header) for file in record.files}
     actual = {file.name: (file.nbytes, file.header) for file in source.files}
     for name in sorted(name for name in actual.keys() | expected.keys() if actual.get(name) != expected.get(name)):
@@ -327,7 +332,7 @@ def _compare_files(record: SourceRecord, source: SourceCheckpoint) -> Iterator[D
         yield difference(str(source.root), f"its index {_CHANGED}", culprit="source")
     for side in record.side_files:
         is_missing = False
-        with suppress(FormatError):  # It is no file: `check_small_file` says so.
+        with suppress(FormatError):  # Not a regular file: `check_small_file` reports it.
             is_missing = source.folder.stat(side.name) is None
         if is_missing:
             where = source.folder.location(side.name)
@@ -337,7 +342,7 @@ def _compare_files(record: SourceRecord, source: SourceCheckpoint) -> Iterator[D
 
 
 def _whole_source(folder: Store, manifest: Manifest, table: RankTable) -> SourceCheckpoint:
-    """The whole tensors of a folder, as a checkpoint; in model order, as the source's."""
+    """Return the whole tensors of a folder as a checkpoint, in model order like the source."""
     files = manifest.holder_files(manifest.num_ranks)
     shards = tuple(SourceFile(file.name, file.nbytes, file.data_start, b"") for file in files)
     columns = (table.names, table.dtypes, table.shapes, table.files, table.offsets)

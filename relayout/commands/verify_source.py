@@ -1,4 +1,4 @@
-"""`verify` of a plain checkpoint: files against the digests that are known of them, headers against the index."""
+"""`verify` of a plain checkpoint: checks files against known digests, and headers against the index."""
 
 from __future__ import annotations
 
@@ -30,33 +30,33 @@ from relayout.storage.stores import Kind, Store, find_input, nowhere
 
 @dataclass(frozen=True, slots=True, repr=False)
 class SourceVerification(Result):
-    """What `verify_source` found."""
+    """Result of `verify_source`."""
 
     path: str
     num_tensors: int
-    """Tensors of the headers; 0 if they cannot be read."""
+    """Number of tensors in the headers; 0 if the headers cannot be read."""
     verified: tuple[FileDigest, ...]
-    """Files whose bytes have the digest that is known, and who states it. A file may have several."""
+    """Files that match a known digest, with the digest and its origin. A file may have several entries."""
     unknown: tuple[str, ...]
-    """Files of which no digest is known: their bytes were not compared."""
+    """Files without a known digest: their bytes were not compared."""
     shards: tuple[str, ...]
-    """Files with the tensors; empty if headers or index are damaged."""
+    """Files that contain tensors; empty if a header or the index is damaged."""
     nbytes: int
     """Bytes that were hashed."""
     signer: str | None
-    """The signer whose signature was proven, as the policy has it; None: there was no policy."""
+    """The verified signer, as named in the policy. None: verification was without a policy."""
     has_signature: bool
-    """True if there is a signature, proven or not."""
+    """True if a signature exists, verified or not."""
     differences: tuple[Difference, ...]
 
     @property
     def ok(self) -> bool:
-        """True if there are no differences, also if nothing could be compared; see `is_verified`."""
+        """True if no differences were found, even if nothing could be compared; see `is_verified`."""
         return not self.differences
 
     @property
     def is_verified(self) -> bool:
-        """True if every byte of every shard was compared with a digest that is known, and nothing differs."""
+        """True if every byte of every shard was compared with a known digest, and nothing differs."""
         return self.ok and bool(self.shards) and set(self.shards).isdisjoint(self.unknown)
 
     def as_json(self) -> dict[str, object]:
@@ -64,7 +64,7 @@ class SourceVerification(Result):
 
 
 def is_plain(store: Store) -> bool:
-    """Return True for a safetensors file, and for a folder that has some and no part of a converted checkpoint."""
+    """Return True for a safetensors file, and for a folder with some of these and no part of a converted checkpoint."""
     if store.kind() is not Kind.FOLDER:
         return store.kind() is Kind.FILE
     if store.stat(MANIFEST_NAME) is not None:
@@ -81,24 +81,24 @@ def verify_source(
     memory: int | str = DEFAULT_MEMORY,
     progress: Progress = None,
 ) -> SourceVerification:
-    """Check a plain checkpoint without a network: every byte whose digest is known, then headers and index.
+    """Check a plain checkpoint without a network: every byte that has a known digest, then headers and index.
 
-    Digests are known from the names of blobs in the cache of the hub, the metadata of `hf download --local-dir`,
-    SHA256SUMS, and under a policy model.sig. All but the signature show damage and no more: whoever can write to the
-    folder can state another digest.
+    Known digests come from the names of blobs in the cache of the hub, the metadata of `hf download --local-dir`,
+    SHA256SUMS, and (with a policy) model.sig. Only the signature protects against forgery. The other digests detect
+    damage: anyone who can write to the folder can replace these digests as well.
 
     Args:
         path: a snapshot in the cache of the hub, another folder of a plain checkpoint, or one safetensors file.
-        trust: whose signature is wanted, as for `load`; then nothing may be there that is not signed.
+        trust: policy of accepted signers, as for `load`. Every file must then be signed.
         threads: threads that read and hash.
         memory: bytes that these threads may use, or text such as "512MiB".
         progress: True for a bar on stderr, or a function that is called with (bytes done, total bytes).
 
     Returns:
-        The differences found, what was verified and by which digests, and what could not be.
+        The differences found, the verified files with their digests, and the files that could not be verified.
 
     Raises:
-        FormatError: SHA256SUMS cannot be read; the signature is not one of the policy's signers.
+        FormatError: SHA256SUMS cannot be read, or the signature is not by a signer of the policy.
         PlanError: `path` is not a plain checkpoint.
         OSError: reading failed.
 
@@ -139,7 +139,7 @@ def verify_source(
 
 
 def _files(folder: Store, found: list[Difference]) -> list[str]:
-    """The files of a folder; adds what cannot be read to what is found."""
+    """Return the names of a folder's files, and append entries that cannot be read to `found`."""
     names = []
     for entry in folder.walk():
         if entry.refusal is not None:
@@ -152,10 +152,10 @@ def _files(folder: Store, found: list[Difference]) -> list[str]:
 def _compare(
     folder: Store, known: Sequence[FileDigest], found: list[Difference], threads: int, progress: Progress
 ) -> tuple[list[FileDigest], int]:
-    """Hash the files, once for each digest, and add those that differ or are missing to what is found.
+    """Hash the files once per digest, and append differing and missing files to `found`.
 
     Returns:
-        The digests that files have, and the number of bytes that were hashed.
+        The digests that match, and the number of bytes that were hashed.
     """
     refused = {difference.file for difference in found}
     groups, files = [], []
@@ -183,7 +183,7 @@ def _compare(
 
 
 def _shards(store: Store, found: list[Difference]) -> tuple[tuple[str, ...], int]:
-    """The files with tensors and the number of these; adds what is wrong with headers and index to what is found."""
+    """Return the files with tensors and the number of tensors; append errors in headers and index to `found`."""
     try:
         source = read_source(store)
     except FormatError as error:

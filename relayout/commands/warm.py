@@ -1,4 +1,4 @@
-"""`warm`: brings files into the page cache before something loads them."""
+"""`warm`: reads files into the page cache before a load."""
 
 from __future__ import annotations
 
@@ -22,12 +22,12 @@ from relayout.storage.system import Buffer, available_nbytes, resident_nbytes
 _REQUEST_NBYTES = 8 * 2**20
 _DEFAULT_THREADS = 4
 _SHARE_OF_MEMORY = 2
-"""The default limit is half of the available memory."""
+"""Divisor of the available memory for the default limit (2: one half)."""
 
 
 @dataclass(frozen=True, slots=True)
 class WarmFile:
-    """A file, and its bytes in the page cache before and after, None if the system does not report them."""
+    """A file, with its bytes in the page cache before and after; None if the system does not report them."""
 
     name: str
     nbytes: int
@@ -37,14 +37,14 @@ class WarmFile:
 
 @dataclass(frozen=True, slots=True, repr=False)
 class Warmed(Result):
-    """What `warm` did."""
+    """Result of `warm`."""
 
     path: str
     files: tuple[WarmFile, ...]
     read_nbytes: int
     """Bytes that were not in the page cache before."""
     left_nbytes: int
-    """Bytes that were not read, because of the memory limit."""
+    """Bytes that were not read because of the memory limit."""
     seconds: float
 
 
@@ -58,15 +58,15 @@ def warm(
 ) -> Warmed:
     """Read files into the page cache for the loads that follow.
 
-    Cached bytes are not read again. All files are read at once, each from its start, in the order of a load.
+    Cached bytes are not read again. All files are read concurrently, each from its start, in the order of a load.
 
     Args:
-        path: a converted folder, or a plain checkpoint, whose shards are all read.
-        rank: read only this rank's files; None: those of all ranks.
-        memory: limit of bytes of these files in the page cache, or text such as "64GiB". Default: half of the available
-            memory.
-        threads: requests in flight.
-        progress: True shows a bar on stderr; a function is called with (bytes done, bytes in all).
+        path: a converted folder, or a plain checkpoint (all shards are read).
+        rank: read only this rank's files; None: the files of all ranks.
+        memory: limit for the bytes of these files in the page cache, or text such as "64GiB". Default: half of the
+            available memory.
+        threads: number of concurrent requests.
+        progress: True for a bar on stderr, or a function that is called with (bytes done, total bytes).
 
     Raises:
         FormatError: the manifest is damaged, or a file is missing or has the wrong length.
@@ -113,7 +113,7 @@ def warm(
 
 
 def _files(store: Store, rank: int | None) -> tuple[list[str], list[int]]:
-    """Names and lengths of the files that loads read."""
+    """Return the names and lengths of the files that a load reads."""
     if not is_converted(store):
         shards = read_source(store).files
         if rank is not None:
@@ -130,7 +130,7 @@ def _files(store: Store, rank: int | None) -> tuple[list[str], list[int]]:
 
 
 def _side_by_side(sizes: Sequence[int]) -> Iterator[tuple[int, Extent]]:
-    """Requests for all files: the first of each, then the second of each."""
+    """Yield requests for all files: the first request of each file, then the second of each, etc."""
     columns = [
         [(index, extent) for extent in split(Extent(0, nbytes), _REQUEST_NBYTES)] for index, nbytes in enumerate(sizes)
     ]
@@ -138,7 +138,7 @@ def _side_by_side(sizes: Sequence[int]) -> Iterator[tuple[int, Extent]]:
 
 
 def _within(requests: list[tuple[int, Extent]], limit: int) -> tuple[list[tuple[int, Extent]], int]:
-    """The first requests, up to a limit of bytes, and the bytes of the others."""
+    """Return the first requests, up to a limit in bytes, and the number of bytes in the remaining ones."""
     total = 0
     for count, (_, extent) in enumerate(requests):
         if total + extent.nbytes > limit:
@@ -148,7 +148,7 @@ def _within(requests: list[tuple[int, Extent]], limit: int) -> tuple[list[tuple[
 
 
 def _resident(file: ReadableFile, extent: Extent, store: Store) -> int | None:
-    """How many bytes of an extent are in the page cache; None if the system does not report it."""
+    """Return the number of bytes of an extent in the page cache; None if the system does not report it."""
     fd = file.fileno()
     if fd is None:
         raise PlanError("the store has no page cache: nothing to warm", path=str(store), code="unsupported")

@@ -4,13 +4,13 @@ from relayout.cli import signals
 
 
 def main() -> None:
-    """Run the command; once per process, as it ignores further signals.
+    """Run the command. Call it once per process: afterwards the process ignores signals.
 
-    A signal ends it at once while it starts, raises an exception once it works, and is ignored at its end.
+    A signal ends the process immediately during startup, raises an exception during work, and is ignored at exit.
     """
     signals.leave_when_asked()
     try:
-        from relayout.cli import app  # Takes a while.
+        from relayout.cli import app  # This import is slow.
 
         app.main()
     finally:

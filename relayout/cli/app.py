@@ -1,4 +1,4 @@
-"""The command `relayout`: its commands in groups, and what happens around each of them."""
+"""The command `relayout`: its commands in groups, and the handling of signals and errors around each command."""
 
 from __future__ import annotations
 
@@ -57,7 +57,7 @@ app = typer.Typer(
     name="relayout",
     cls=_Root,
     pretty_exceptions_enable=False,
-    rich_markup_mode=None,  # Plain help: wide columns, right on any terminal, and quick.
+    rich_markup_mode=None,  # Plain help: wide columns, correct on any terminal, and fast.
     context_settings={"help_option_names": ["-h", "--help"]},
     help="Rewrite safetensors checkpoints so that each tensor-parallel rank reads only its own bytes, "
     "contiguous and aligned.",
@@ -99,13 +99,13 @@ def main() -> None:
     """Parse the command line, run the command, and raise SystemExit with the exit code."""
     with signals.restored():
         signals.leave_when_asked()
-        # A command that only prints ends by SIGPIPE when its reader is gone, as other commands do.
+        # A command that only prints is ended by SIGPIPE when its reader is closed, like other programs.
         signal.signal(signal.SIGPIPE, signal.SIG_DFL)
         try:
             with errors(as_json="--json" in sys.argv[1:]):
                 try:
                     code = app(prog_name="relayout", standalone_mode=False)
-                except typer.TyperException as error:  # All errors of usage.
+                except typer.TyperException as error:  # All usage errors.
                     raise PlanError(_in_one_line(error.format_message()), code="option") from None
         except typer.Exit as end:
             code = end.exit_code
@@ -113,7 +113,7 @@ def main() -> None:
 
 
 def _in_one_line(usage: str) -> str:
-    """An error of usage as one sentence that begins as all other errors do."""
+    """Return the text of a usage error as one sentence that begins like all other errors."""
     text = " ".join(usage.split()).rstrip(".").replace(". Did", "; did")
     for said, instead in _SAID.items():
         text = re.sub(said, instead, text)
@@ -125,7 +125,7 @@ _SAID = {
     r"Input should be a valid integer.*|'.*' is not a valid int(eger)?": "expected a whole number, such as 8",
     r"^(Missing option '--tp'.*)": r"\1; `relayout inspect SRC` lists what a rank reads at each degree",
 }
-"""What is said instead of words of typer, and of pydantic, where that is installed."""
+"""Replacements for the wording of typer, and of pydantic if that is installed."""
 
 
 def _show_version(wanted: bool) -> None:

@@ -1,6 +1,6 @@
-"""What all commands have: the options that several of them share, and how they print.
+"""Shared parts of all commands: options of several commands, and printing.
 
-Results go to standard output, as lines, and tables that fit the terminal; progress, warnings and errors to stderr.
+Results go to standard output as lines, and as tables that fit the terminal. Progress, warnings and errors go to stderr.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ import typer
 from relayout.cli import signals
 from relayout.errors import RelayoutError, escape_controls
 
-if TYPE_CHECKING:  # rich is imported when something is printed by it: --help and errors need none of it.
+if TYPE_CHECKING:  # rich is imported only when it prints something; --help and errors do not need it.
     from rich.console import Console
     from rich.table import Table as RichTable
     from rich.text import Text
@@ -38,18 +38,18 @@ EXIT_BAD_INPUT = 2
 EXIT_IO = 3
 
 _MAX_MESSAGE_LENGTH = 2000
-"""Characters."""
+"""Longest message, in characters."""
 _MAX_ROWS, _MAX_LINES = 60, 20
-"""Rows of a table, and lines of a listing, that are printed without --verbose."""
+"""Number of rows of a table, and of lines of a listing, that are printed without --verbose."""
 _SECONDS_BETWEEN_EVENTS = 1.0
 _PIPE_WIDTH = 100_000
 _RULE = "    \n    \n -  \n" + 5 * "    \n"
-"""A box of rich: a line below the headings, and no others."""
+"""A box style for rich tables: only a line below the headings."""
 _ELLIPSIS = "..."
 _NAME_WIDTHS = (10_000, 72, 48, 36, 32)
-"""Cells that names may have: the first with which a table fits, its words on several lines, before columns go."""
+"""Widths of names to try, in cells, for a table that is too wide. After these, columns are dropped."""
 _LEAST_WORDS = 12
-"""Cells that a column of words has at least."""
+"""Smallest width of a column of words, in cells."""
 
 # Arguments and options of several commands. Paths are `str`: each may be the URL of a store.
 SourceArgument = Annotated[
@@ -130,7 +130,7 @@ JsonOption = Annotated[
 
 @dataclass(frozen=True, slots=True)
 class Line:
-    """A line of text, with a label in front of it that is styled."""
+    """A line of text that may begin with a styled label."""
 
     text: str
     label: str = ""
@@ -139,7 +139,7 @@ class Line:
 
 @dataclass(frozen=True, slots=True)
 class Listing:
-    """Lines with the same label. Perhaps only the first ones are printed."""
+    """Lines with the same label. Without --verbose, only the first ones may be printed."""
 
     texts: Sequence[str]
     what: str
@@ -149,18 +149,18 @@ class Listing:
 
 @dataclass(frozen=True, slots=True)
 class Column:
-    """A column, and what may happen to it where there is little room."""
+    """A column of a table, and the ways to shrink it on a narrow terminal."""
 
     heading: str
     kind: Literal["text", "number", "name", "words"] = "text"
-    """Numbers are aligned to the right, names may be shortened, and words may continue on the next line."""
+    """Numbers are aligned to the right, names may be shortened, and words may wrap to the next line."""
     drop: int = 0
-    """Columns with 1 are dropped first, then those with 2, and so on; with 0 never."""
+    """Order in which columns are dropped: first those with 1, then those with 2, etc. 0: never dropped."""
 
 
 @dataclass(frozen=True, slots=True)
 class Table:
-    """A table. Perhaps only its first rows are printed."""
+    """A table. Without --verbose, only its first rows may be printed."""
 
     columns: Sequence[Column]
     rows: Sequence[Sequence[str]]
@@ -179,17 +179,18 @@ R = TypeVar("R", bound=_Shown)
 
 @dataclass(frozen=True, slots=True)
 class Printing:
-    """How a command prints, by the options that all commands have."""
+    """Prints the result and the progress of a command, as set by the options that all commands have."""
 
     quiet: bool
     verbose: bool
     as_json: bool
 
     def work(self, what: str) -> Progress:
-        """Begin work, and return how its progress is shown.
+        """Begin work, and return the form in which its progress is reported.
 
-        From now on, a signal raises an exception, for cleanup, and a closed stdout does not end the process. Called
-        among the arguments of the work: a signal while that is imported then still ends the process at once.
+        From now on, a signal raises an exception, for cleanup, and a closed stdout does not end the process. Call this
+        among the arguments of the working function: a signal during the import of that function then still ends the
+        process at once.
         """
         signals.raise_when_asked()
         signal.signal(signal.SIGPIPE, signal.SIG_IGN)
@@ -197,7 +198,7 @@ class Printing:
 
     @property
     def _shows_progress(self) -> bool:
-        """True if progress is shown to a person on stderr: as a bar on a terminal, elsewhere as lines."""
+        """True if progress is shown to a person on stderr: as a bar on a terminal, otherwise as lines."""
         return not self.quiet and sys.stderr is not None and (self.verbose or sys.stderr.isatty())
 
     def tell(self, line: str) -> None:
@@ -206,12 +207,12 @@ class Printing:
             tell(line)
 
     def begin(self, line: str) -> None:
-        """Print on stderr what begins, for a person who waits: on a terminal, or with `verbose`."""
+        """Announce work on stderr, if a person waits for it: on a terminal, or with `verbose`."""
         if not self.as_json and self._shows_progress:
             tell(line)
 
     def show(self, result: R, text: Callable[[R], Iterable[Block]]) -> None:
-        """Print a result. A closed stdout does not change the exit code, which reports the work."""
+        """Print a result. A closed stdout does not change the exit code, which is about the work."""
         try:
             if self.as_json:
                 self.print("", result.as_json())
@@ -224,7 +225,7 @@ class Printing:
             raise
 
     def print(self, text: str, result: object) -> None:
-        """Print a text for other programs, or with --json what it is made of."""
+        """Print a text for other programs, or with --json the data that it was built from."""
         if self.as_json:
             print(json.dumps(result), flush=True)
         elif not self.quiet:
@@ -233,18 +234,18 @@ class Printing:
 
 @contextmanager
 def output(quiet: bool, verbose: bool, as_json: bool) -> Iterator[Printing]:
-    """Yield how the command in the block prints, and print its warnings and its error."""
+    """Yield a `Printing` for the command in the block; print the command's warnings and its error."""
     with errors(as_json=as_json), _warnings(quiet, as_json):
         yield Printing(quiet, verbose, as_json)
 
 
 def examples(*lines: str) -> str:
-    """The end of a command's help."""
+    """Return the examples at the end of a command's help."""
     return "\b\nExamples:\n" + "\n".join(f"  relayout {line}" for line in lines)
 
 
 def require_command(context: typer.Context) -> None:
-    """Show the help of a group of commands if none of them is given, and exit."""
+    """Show the help of a group and exit, unless one of its commands was given."""
     if context.invoked_subcommand is None:
         typer.echo(context.get_help(), err=True)
         raise typer.Exit(EXIT_BAD_INPUT)
@@ -262,7 +263,7 @@ def errors(as_json: bool = False) -> Iterator[None]:
         _fail(f"{where}{_reason(error)}", EXIT_IO, error, as_json)
     except MemoryError as error:
         _fail(f"out of memory: {error}", EXIT_IO, error, as_json)
-    except ModuleNotFoundError as error:  # A package that an extra brings, such as torch.
+    except ModuleNotFoundError as error:  # A package from an extra, such as torch.
         _fail(str(error), EXIT_BAD_INPUT, error, as_json)
     except signals.Signalled as error:
         signals.ignore()
@@ -278,19 +279,19 @@ def tell(line: str) -> None:
 
 
 def print_error(line: str) -> None:
-    """Print a line to stderr, on a terminal in lines that fit it."""
+    """Print a line to stderr; on a terminal, wrap it to the width of the terminal."""
     typer.echo(filled(line) if sys.stderr is not None and sys.stderr.isatty() else line, err=True)
 
 
 def filled(text: str) -> str:
-    """The text in lines that fit the terminal and end between words."""
+    """Wrap the text between words to the width of the terminal."""
     width = shutil.get_terminal_size().columns
     return textwrap.fill(text, width, subsequent_indent="  ", break_long_words=False, break_on_hyphens=False)
 
 
 @contextmanager
 def _warnings(quiet: bool, as_json: bool) -> Iterator[None]:
-    """Print a warning as one line, or one JSON object, without the place in the program that gave it."""
+    """Print warnings as one line, or one JSON object, without the source location."""
 
     def show(message: Warning | str, *where: object, **more: object) -> None:
         if as_json:
@@ -336,7 +337,7 @@ def _reason(error: OSError) -> str:
 
 
 def _one_line(message: str) -> str:
-    """The message shortened and escaped for a terminal, because names from files are untrusted."""
+    """Shorten the message, and escape it for a terminal, because names from files are untrusted."""
     middle = len(message) - _MAX_MESSAGE_LENGTH
     if middle > 0:
         half = _MAX_MESSAGE_LENGTH // 2
@@ -345,7 +346,7 @@ def _one_line(message: str) -> str:
 
 
 def show(blocks: Iterable[Block], *, verbose: bool = False) -> None:
-    """Print to standard output: an empty line separates tables from other text. All text is escaped."""
+    """Print blocks to standard output, with empty lines around tables. All text is escaped."""
     console = _console()
     previous: Block | None = None
     for block in blocks:
@@ -372,7 +373,7 @@ def show(blocks: Iterable[Block], *, verbose: bool = False) -> None:
 
 
 class _Events:
-    """Reports progress as JSON on stderr, at most one line per second in each phase."""
+    """Reports progress as JSON lines on stderr, at most one line per second in each phase."""
 
     def __init__(self, what: str) -> None:
         self._what = what
@@ -410,7 +411,7 @@ def _print_line(console: Console, label: str, style: str, text: str) -> None:
 
 
 def table(columns: Sequence[Column], rows: Sequence[Sequence[str]], console: Console) -> RichTable | None:
-    """Return a table that fits the console: names are shortened, words wrapped, then columns dropped; None: impossible.
+    """Return a table that fits the console, or None. Names are shortened and words wrapped before columns are dropped.
 
     Numbers are never shortened.
     """
@@ -430,14 +431,14 @@ def table(columns: Sequence[Column], rows: Sequence[Sequence[str]], console: Con
             shown.add_column(Text(heading), justify=justify, overflow="fold", no_wrap=kind != "words", min_width=least)
         for row in rows:
             shown.add_row(*(Text(shortened(row[i], most) if columns[i].kind == "name" else row[i]) for i in kept))
-        # Not `console.measure`, which limits what it returns to the width.
+        # `console.measure` cannot be used: it limits its result to the width.
         if shown.__rich_measure__(console, console.options).minimum <= console.width:
             return shown
     return None
 
 
 def _lines_of(columns: Sequence[Column], rows: Sequence[Sequence[str]]) -> Iterator[Text]:
-    """Yield each row as a line that ends between words, for a terminal on which its table has no room."""
+    """Yield each row as one line that wraps between words, for a terminal that is too narrow for the table."""
     from rich.text import Text
 
     for row in rows:
@@ -446,7 +447,7 @@ def _lines_of(columns: Sequence[Column], rows: Sequence[Sequence[str]]) -> Itera
 
 
 def shortened(name: str, width: int) -> str:
-    """Return the name, or a third of the width from its start and the rest from its end, where tensor names differ."""
+    """Return the name, shortened in the middle: tensor names differ at the end, so two thirds are from the end."""
     from rich.cells import cell_len, set_cell_size
 
     if cell_len(name) <= width:
@@ -458,7 +459,7 @@ def shortened(name: str, width: int) -> str:
 
 
 def _console() -> Console:
-    """A console in which lines end between words. A pipe has no width, unless COLUMNS says one."""
+    """Return a console that wraps lines between words. A pipe has an unlimited width, unless COLUMNS is set."""
     from rich.console import Console
 
     class OfCommand(Console):
@@ -469,6 +470,6 @@ def _console() -> Console:
     console = OfCommand(highlight=False)
     if not console.is_terminal and "COLUMNS" not in os.environ:
         console.width = _PIPE_WIDTH
-    if isinstance(sys.stdout, io.TextIOWrapper):  # A tensor name may have characters that the encoding lacks.
+    if isinstance(sys.stdout, io.TextIOWrapper):  # A tensor name may contain characters that the encoding lacks.
         sys.stdout.reconfigure(errors="backslashreplace")
     return console

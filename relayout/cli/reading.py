@@ -1,4 +1,4 @@
-"""The commands that only read checkpoints: inspect, verify, files, doctor, warm."""
+"""Commands that only read checkpoints: inspect, verify, files, doctor, warm."""
 
 from __future__ import annotations
 
@@ -114,14 +114,14 @@ def verify(
 
 
 class FilesFormat(Enum):
-    """What `files` prints."""
+    """Output format of `files`."""
 
     NAMES = "names"
     CSI = "csi"
 
 
 def gitignore_pattern(name: str) -> str:
-    """The pattern of .gitignore that matches a file name and nothing else (gitignore(5))."""
+    """Return the .gitignore pattern that matches this file name and nothing else (gitignore(5))."""
     escaped = re.sub(r"([\\*?\[\] ])", r"\\\1", name)
     return f"\\{escaped}" if escaped.startswith(("!", "#")) else escaped
 

@@ -1,4 +1,4 @@
-"""The text of each result: the answer first, then tables. Pure: a result in, lines and tables out."""
+"""The text of each result: the answer first, then tables. Pure functions from a result to lines and tables."""
 
 from __future__ import annotations
 
@@ -34,14 +34,14 @@ if TYPE_CHECKING:
     from relayout.plans.family import Family
 
 _USUAL_DEGREE = 8
-"""The first lines of `inspect` are about this tensor-parallel degree, or the next lower one that is possible, unless
-another was asked for."""
+"""Tensor-parallel degree in the first lines of `inspect`, unless another was requested; the next lower possible degree
+is used if this one is not possible."""
 _SHOWN_NAME = 12
-"""Letters of the name of a cache entry."""
+"""Number of letters shown of the name of a cache entry."""
 
 
 def summary(done: Summary) -> Iterator[Block]:
-    """What `convert` prints."""
+    """Yield the output of `convert`."""
     more = 100 * (done.written_nbytes / max(1, done.source_nbytes) - 1)
     overhead = f" ({more:+.2f} %)" if len(done.ranks) == done.num_ranks else ""
     yield Line(f"{done.output}: {_tensors_of_ranks(done)}", "done", "bold green")
@@ -67,7 +67,7 @@ def summary(done: Summary) -> Iterator[Block]:
 
 
 def already_there(done: AlreadyThere) -> Iterator[Block]:
-    """What `convert` and `copy` print with `--if-missing`, if the output is there."""
+    """Yield the output of `convert` and `copy` with `--if-missing` if the output exists."""
     yield Line(
         f"{done.output}: already there, all files with their lengths: nothing to do (relayout verify compares bytes)",
         "done",
@@ -76,7 +76,7 @@ def already_there(done: AlreadyThere) -> Iterator[Block]:
 
 
 def copied(done: Copied) -> Iterator[Block]:
-    """What `copy` and `apply` print."""
+    """Yield the output of `copy` and `apply`."""
     ranks, what = _ranks(done.ranks, done.num_ranks), counted(done.num_files, "file")
     yield Line(f"{done.output}: {what} for {ranks}, every byte compared with its digest", "done", "bold green")
     now_nbytes = done.nbytes - done.resumed_nbytes
@@ -88,7 +88,7 @@ def copied(done: Copied) -> Iterator[Block]:
 
 
 def units(done: ConvertedUnits) -> Iterator[Block]:
-    """What `convert --unit` prints."""
+    """Yield the output of `convert --unit`."""
     for unit in done.units:
         how = f"{decimal(unit.source_nbytes)} in {unit.seconds:.1f} s" if unit.read_nbytes else "was done before"
         yield Line(f"unit {unit.unit} of {done.num_units} of {done.output}: {how}", "done", "bold green")
@@ -97,19 +97,19 @@ def units(done: ConvertedUnits) -> Iterator[Block]:
 
 
 def committed(done: Summary) -> Iterator[Block]:
-    """What `convert --commit` prints."""
+    """Yield the output of `convert --commit`."""
     size = f"{decimal(done.written_nbytes)}, in {done.seconds:.1f} s"
     yield Line(f"{done.output}: {_tensors_of_ranks(done)}, {size}", "published", "bold green")
 
 
 def signed(done: SignatureWritten) -> Iterator[Block]:
-    """What `sign` prints."""
+    """Yield the output of `sign`."""
     yield Line(f"{done.signature}: {counted(done.num_files, 'file')}", "signed", "bold green")
     yield Line(f"{decimal(done.nbytes)} in {_time(done.nbytes, done.seconds)}; content {done.content}")
 
 
 def restored(done: Restored) -> Iterator[Block]:
-    """What `restore` prints."""
+    """Yield the output of `restore`."""
     counts = f"{counted(done.num_tensors, 'tensor')} in {counted(done.num_files, 'file')}"
     yield Line(f"{done.output}: {counts}, every digest matches", "restored", "bold green")
     yield Line(
@@ -119,7 +119,7 @@ def restored(done: Restored) -> Iterator[Block]:
 
 
 def delta_done(done: DeltaDone) -> Iterator[Block]:
-    """What `delta` prints."""
+    """Yield the output of `delta`."""
     share = f"{decimal(done.delta_nbytes)}, {_percent(done.delta_nbytes, done.nbytes)} of {decimal(done.nbytes)}"
     yield Line(f"{done.output}: {share}", "written", "bold green")
     yield Line(
@@ -129,7 +129,7 @@ def delta_done(done: DeltaDone) -> Iterator[Block]:
 
 
 def warmed(done: Warmed) -> Iterator[Block]:
-    """What `warm` prints."""
+    """Yield the output of `warm`."""
     total = sum(file.nbytes for file in done.files)
     resident = [file.after_nbytes for file in done.files]
     now = "" if None in resident else f": {_percent(sum(filter(None, resident)), total)} of {decimal(total)} in cache"
@@ -145,7 +145,7 @@ def warmed(done: Warmed) -> Iterator[Block]:
 
 
 def cache(listing: CacheListing) -> Iterator[Block]:
-    """What `cache` prints."""
+    """Yield the output of `cache`."""
     held = f"{counted(len(listing.entries), 'checkpoint')}, {decimal(listing.nbytes)}" if listing.entries else "empty"
     yield Line(f"{listing.folder}: {held if listing.exists else 'there is no cache; relayout cache add makes one'}")
     for entry in listing.removed:
@@ -171,7 +171,7 @@ def cache(listing: CacheListing) -> Iterator[Block]:
 
 
 def preview(planned: Preview) -> Iterator[Block]:
-    """What `convert --dry-run` prints."""
+    """Yield the output of `convert --dry-run`."""
     units = f" of {planned.num_units:,} units" if planned.num_units > 1 else ""
     files = f"{counted(planned.num_files, 'file')}{units}"
     yield Line(
@@ -200,7 +200,7 @@ def preview(planned: Preview) -> Iterator[Block]:
 
 
 def families(built_in: Sequence[Family]) -> Iterator[Block]:
-    """What `plans list` prints."""
+    """Yield the output of `plans list`."""
     yield Line(f"{counted(len(built_in), 'built-in plan')}; `relayout plans show NAME` prints one to start from")
     rows = []
     for family in built_in:
@@ -210,7 +210,7 @@ def families(built_in: Sequence[Family]) -> Iterator[Block]:
 
 
 def plan_check(checked: PlanCheck) -> Iterator[Block]:
-    """What `plans check` prints."""
+    """Yield the output of `plans check`."""
     model = "no model_type in config.json" if checked.model_type is None else f"model type {checked.model_type}"
     plan = "no built-in plan matches it" if checked.plan is None else f"plan {checked.plan}"
     yield Line(f"{checked.path}: {counted(checked.num_tensors, 'tensor')}, {model}, {plan}")
@@ -231,7 +231,7 @@ def plan_check(checked: PlanCheck) -> Iterator[Block]:
 
 
 def verification(result: Verification, *, has_source: bool) -> Iterator[Block]:
-    """What `verify` prints; `has_source`: whether a comparison was asked for."""
+    """Yield the output of `verify`; `has_source` is True if a comparison with the source was requested."""
     who = _ranks(result.ranks, result.num_ranks)
     text = f"{counted(result.num_tensors, 'slice')} of {who}, {decimal(result.nbytes)} hashed"
     if result.compared_with_source:
@@ -255,7 +255,7 @@ def verification(result: Verification, *, has_source: bool) -> Iterator[Block]:
 
 
 def source_verification(result: SourceVerification) -> Iterator[Block]:
-    """What `verify` prints of a plain checkpoint."""
+    """Yield the output of `verify` for a plain checkpoint."""
     shards, unknown = len(result.shards), [name for name in result.shards if name in result.unknown]
     of_shards = [one for one in result.verified if one.name in result.shards]
     if not result.ok:
@@ -285,7 +285,7 @@ def source_verification(result: SourceVerification) -> Iterator[Block]:
 
 
 def by_whom(verified: Iterable[FileDigest]) -> str:
-    """Who states the digests of files, and of which kinds these are."""
+    """Return the origins of verified digests, each with the kind of digest, as text."""
     kinds = dict.fromkeys(f"{one.by} ({one.digest.partition(':')[0]})" for one in verified)
     return f"by {', '.join(kinds)}"
 
@@ -301,11 +301,11 @@ _NEXT = {
     " relayout copy --ranks makes a folder that lists no others",
     "others": "the folder's own files are intact: move the others away",
 }
-"""What to do, by what is wrong."""
+"""Advice by culprit of the differences."""
 
 
 def inspection(result: Inspection) -> Iterator[Block]:
-    """What `inspect` prints."""
+    """Yield the output of `inspect`."""
     kind = "converted" if result.converted else "plain"
     plan = "" if result.plan is None else f"plan {result.plan}, "
     yield Line(
@@ -362,7 +362,7 @@ def _possible(result: Inspection) -> list[Amplification]:
 
 
 def _gain(result: Inspection) -> Iterator[Block]:
-    """What a conversion would change at a usual degree, and why other degrees are impossible."""
+    """Yield the effect of a conversion at a usual degree, and the reason why other degrees are not possible."""
     rows = result.amplification
     if possible := _possible(result):
         row = possible[-1]
@@ -389,7 +389,7 @@ def _amplification(result: Inspection) -> Iterator[Sequence[str]]:
 
 
 def diagnosis(result: Diagnosis) -> Iterator[Block]:
-    """What `doctor` prints."""
+    """Yield the output of `doctor`."""
     kind = "converted" if result.is_converted else "plain, sliced at every load"
     first = result.ranks[0]
     yield Line(f"{result.path}: {kind}, {_ranks([rank.rank for rank in result.ranks], result.num_ranks)}")
@@ -437,7 +437,7 @@ def diagnosis(result: Diagnosis) -> Iterator[Block]:
 
 
 def _file_system(file: FileFacts) -> str:
-    """The file system of a file and its direct I/O, in words."""
+    """Return the file system of a file, and its support for direct I/O, as text."""
     system = file.filesystem
     drive = "" if system.drive_block_nbytes is None else f", drive blocks of {system.drive_block_nbytes}"
     if system.kind == (scheme_of(system.mount_point) or ""):
@@ -448,7 +448,7 @@ def _file_system(file: FileFacts) -> str:
 
 
 def _exceptions(done: Summary | Preview) -> Iterator[Block]:
-    """Tensors that no rule matches or the engine does not use, and files that are not copied."""
+    """Yield tensors that no rule matches or that the engine does not use, and files that are not copied."""
     for names, label, held in (
         (done.unmatched, "no rule", ", whole on every rank"),
         (done.unused, "unused by vLLM", ""),
@@ -465,7 +465,7 @@ def _tensors_of_ranks(done: Summary) -> str:
 
 
 def _ranks(ranks: Sequence[int], num_ranks: int) -> str:
-    """How many ranks, or which of how many."""
+    """Return the number of ranks if all are included; otherwise the ranks, and the number of all ranks."""
     some = f"rank{'s' if len(ranks) > 1 else ''} {ranks_text(ranks)} of {num_ranks}"
     return counted(num_ranks, "rank") if len(ranks) == num_ranks else some
 
@@ -479,7 +479,7 @@ def _rank_sizes(done: Summary | Preview) -> str:
 
 
 def of_numbers(*headings: str) -> list[Column]:
-    """Return columns of numbers."""
+    """Return columns of kind "number"."""
     return [Column(heading, "number") for heading in headings]
 
 

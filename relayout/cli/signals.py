@@ -1,4 +1,4 @@
-"""What comes from outside while a command runs: Ctrl-C, kill, a closed terminal, a stream whose reader is gone."""
+"""External events while a command runs: Ctrl-C, kill, a closed terminal, or a stream without a reader."""
 
 from __future__ import annotations
 
@@ -16,11 +16,11 @@ from typing import NoReturn, TextIO
 _ENDING = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 _SECONDS_BETWEEN_LOOKS = 1.0
 _BURST_SECONDS = 1.0
-"""Signals within this time count as one request: timeout(1) sends two."""
+"""Signals within this time count as one request, because timeout(1) sends two."""
 
 
 class Signalled(BaseException):
-    """A signal asked the process to end."""
+    """Raised when a signal requests the end of the process."""
 
     def __init__(self, signum: int) -> None:
         super().__init__(_word(signum))
@@ -28,21 +28,21 @@ class Signalled(BaseException):
 
 
 def leave_when_asked() -> None:
-    """Let a signal end the process at once with one line on stderr: there is nothing to clean up yet."""
+    """Let a signal end the process at once with one line on stderr; for startup, when nothing needs cleanup."""
     _install(_leave)
 
 
 def raise_when_asked() -> None:
-    """Let a signal raise `Signalled`, so that unfinished work is cleaned up; after `leave_when_asked`."""
+    """Let a signal raise `Signalled`, so that unfinished work is cleaned up; call it after `leave_when_asked`."""
     if any(signal.getsignal(signum) is _leave for signum in _ENDING):
         _install(_Raise())
 
 
 def end_with_stdin() -> None:
-    """Run at low priority, and end as by SIGTERM when stdin is closed, or when whoever started this has ended.
+    """Run at low priority, and end as by SIGTERM when stdin is closed or when the parent process has ended.
 
-    Its forks may keep the pipe open. It may ignore or block SIGTERM, and a child inherits both. Only after
-    `raise_when_asked`.
+    The parent is checked because its other children may keep the pipe open. If the parent ignores or blocks SIGTERM,
+    this process inherits that, so both are undone here. Call it after `raise_when_asked`.
     """
     os.nice(19)
     if signal.getsignal(signal.SIGTERM) is signal.SIG_IGN:
@@ -62,12 +62,12 @@ def end_with_stdin() -> None:
 
 
 def ignore() -> None:
-    """Ignore signals from now on: the process is exiting, and keeps its exit code."""
+    """Ignore signals from now on, so that an exiting process keeps its exit code."""
     _install(signal.SIG_IGN)
 
 
 def abandon(stream: TextIO | None) -> None:
-    """Redirect the stream to /dev/null, so that later writes, also those at interpreter exit, do not fail."""
+    """Redirect the stream to /dev/null, so that later writes, including those at interpreter exit, do not fail."""
     with suppress(OSError):
         if stream is not None:
             nowhere = os.open(os.devnull, os.O_WRONLY)
@@ -83,19 +83,19 @@ def restored() -> Iterator[None]:
         yield
     finally:
         for signum, handler in before.items():
-            if handler is not None:  # None: not installed from Python, cannot be restored.
+            if handler is not None:  # None: not installed from Python, so it cannot be restored.
                 signal.signal(signum, handler)
 
 
 def _install(handler: Callable[[int, FrameType | None], object] | signal.Handlers) -> None:
     for signum in _ENDING:
-        # Signals ignored at the start stay ignored: a background process, or nohup.
+        # Signals that were ignored at the start are still ignored: a background process, or nohup.
         if signal.getsignal(signum) is not signal.SIG_IGN:
             signal.signal(signum, handler)
 
 
 def _leave(signum: int, frame: FrameType | None) -> NoReturn:
-    # No exception: raised during an import, it could be swallowed.
+    # Not by an exception: an exception during an import could be swallowed.
     with suppress(OSError):
         if sys.stderr is not None:
             os.write(sys.stderr.fileno(), f"relayout: {_word(signum)}\n".encode())

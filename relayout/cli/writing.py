@@ -1,4 +1,4 @@
-"""The commands that write or delete: convert, restore, copy, delta, apply, sign."""
+"""Commands that write or delete: convert, restore, copy, delta, apply, sign."""
 
 from __future__ import annotations
 
@@ -132,7 +132,7 @@ def convert(
 
 @dataclass(frozen=True, slots=True)
 class _Way:
-    """What `convert` does with a conversion: shows it, or carries it out here, or as a part of an array."""
+    """The mode of `convert`: print a preview, convert here, convert some units of an array, or commit."""
 
     dry_run: bool
     force: bool
@@ -148,7 +148,7 @@ class _Way:
             raise PlanError("--unit cannot be combined with --commit: run --commit separately", code="option")
 
     def carry_out(self, planned: Conversion, out: Printing) -> None:
-        """Carry out a conversion, and print what was done; or print what would be."""
+        """Carry out a conversion and print the result, or print a preview."""
         from relayout.cli import render
 
         if self.dry_run:
@@ -177,11 +177,11 @@ class _Way:
 
 
 def _is_there(output_folder: str, differences: list[str] | None, out: Printing, *, force: bool) -> bool:
-    """Whether `--if-missing` has found the output, and said so.
+    """Return True, after reporting it, if `--if-missing` found an identical output.
 
     Args:
-        differences: how it differs from what would be made; None: it is not there, or damaged.
-        force: whether another one is to be replaced.
+        differences: differences between the existing output and the one to write; None: it is missing or damaged.
+        force: True if a different output is to be replaced.
     """
     from relayout.cli import render
     from relayout.commands.copy import already_there

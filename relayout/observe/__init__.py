@@ -1,1 +1,1 @@
-"""Plans observed from an engine: its own classes load probes, and what reaches a parameter is what the rank holds."""
+"""Plans observed from an engine: the engine's classes load probes; the elements that reach parameters form slices."""

@@ -26,7 +26,7 @@ if TYPE_CHECKING:
 
 commands = typer.Typer()
 GROUP = "plans"
-"""The group of the commands."""
+"""The group that the commands are added to."""
 
 
 @commands.command(
@@ -53,7 +53,7 @@ def observe_plan(
 
 
 def _shown(done: ObservedPlan) -> Iterator[Block]:
-    """Yield what the command prints."""
+    """Yield the output of the command."""
     from relayout.cli.render import counted
 
     degrees = ", ".join(map(str, done.degrees))

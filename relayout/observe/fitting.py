@@ -32,24 +32,24 @@ from relayout.plans.plan import PlannedCheckpoint
 
 @dataclass(frozen=True, slots=True)
 class Example:
-    """A checkpoint, and what was observed of it."""
+    """A checkpoint, and the slices that were observed for it."""
 
     checkpoint: PlannedCheckpoint
     observed: Mapping[int, Sequence[tuple[Slice, ...]]]
-    """The slice of each rank by degree, and then for each tensor, in the checkpoint's order."""
+    """Degree -> for each tensor in the checkpoint's order: the slice of each rank."""
 
 
 @dataclass(frozen=True, slots=True)
 class _Observed:
-    """A tensor of an example."""
+    """A tensor of an example, with its observed slices."""
 
     tensor: PlannedTensor
     example: int
     """The index of the example."""
     slices: Mapping[int, tuple[Slice, ...]]
-    """The slice of each rank, by degree."""
+    """Degree -> the slice of each rank."""
     loaded: Mapping[int, tuple[Slice, ...]]
-    """The slices of each rank at the degrees at which a rank loads the tensor."""
+    """The same, restricted to degrees at which at least one rank loads the tensor."""
 
 
 SIZES: dict[str, tuple[str, ...]] = {
@@ -66,7 +66,7 @@ SIZES: dict[str, tuple[str, ...]] = {
     STATE_GROUPS: ("mamba_n_groups", "mamba_ngroups", "n_groups"),
     "state": ("mamba_d_state", "ssm_state_size", "state_size"),
 }
-"""Names of sizes, and the keys of config.json that have them."""
+"""Name of a size -> keys of config.json that may contain it."""
 
 _PRODUCTS = (
     "key_heads * key_dim, key_heads * key_dim, value_heads * value_dim",
@@ -74,7 +74,7 @@ _PRODUCTS = (
     "state_heads * state_dim, state_groups * state, state_groups * state",
     "state_heads * state_dim, state_heads * state_dim, state_groups * state, state_groups * state, state_heads * one",
 )
-"""What linear attention and Mamba 2 fuse: the projection of each, and its convolution."""
+"""Parts of fused projections and convolutions in linear attention and Mamba 2."""
 
 _LINEAR = re.compile(r"linear_attn|delta_net")
 _STATE_SPACE = re.compile(r"(^|[._])(mamba|ssm|mixer)\.(?![qkvo]_proj)")
@@ -82,13 +82,13 @@ _BESIDE = re.compile(
     r"(^|[._])(visual|vision|vit|image|audio|speech|sound|video|qformer|connector|projectors?)([._]|$)"
     r"|^(model\.)?encoder\."
 )
-"""Words in names of the parts beside the language model, whose heads are not those of its attention."""
+"""Matches names of parts outside the language model. Their heads differ from those of its attention."""
 
 _FIRST = ("weight", "q_proj", "gate_proj", "q_norm", "input_layernorm")
-"""Words that a person would write before others."""
+"""Words that a person would write first in a pattern."""
 
 _MAX_WORDS = 60
-"""Characters of the words that a pattern has in braces."""
+"""Largest number of characters for the words in braces in a pattern."""
 
 _ATTENTION = re.compile(r"attn|attention|mixer\.[qkvo]_proj")
 _EMBEDDING = re.compile(
@@ -99,46 +99,48 @@ _STACKED = re.compile(r"\.experts\.[a-z]|\.block_sparse_moe\.(input|output)_line
 
 
 def elements_along(part: Slice, axis: int, size: int) -> tuple[Range, ...]:
-    """The ranges that a slice has along an axis of this size, in whatever order it has them."""
+    """Return the ranges that a slice has along an axis of this size, in ascending order."""
     ranges = part.ranges_along(axis)
     return joined(((0, size),) if ranges is None else ranges)
 
 
 @dataclass(frozen=True, slots=True)
 class Fitted:
-    """A plan that fits, and what does not."""
+    """A plan that fits, and the tensors without a fitting rule."""
 
     family: Family
     unmatched: Mapping[str, str]
-    """Patterns of tensors that no rule fits, which every rank holds whole, and what is known of them."""
+    """Pattern of tensors that no rule fits -> reason. Every rank holds these tensors whole."""
 
     def as_toml(self, *comments: str) -> str:
-        """The text of a plan file, with these comments."""
+        """Return the text of a plan file with these comments."""
         listed = [f"  {pattern}: {why}" for pattern, why in self.unmatched.items()]
         heading = ["No rule was found for these, which every rank holds whole:"] if listed else []
         return as_toml(self.family, *comments, *heading, *listed)
 
 
 def fit(examples: Sequence[Example], held_out: Iterable[int] = ()) -> Fitted:
-    """Rules that give what was observed at all degrees; each must also give what was at the held out ones.
+    """Return rules that reproduce the observed slices at all degrees.
 
-    Rules are derived without these, and one that they refute is not replaced by another: it did not describe what the
-    engine does. Where no rule fits, every rank holds the tensors whole.
+    Rules are derived without the held-out degrees. A rule that the held-out degrees contradict is not replaced by
+    another rule, because it did not describe the engine's behaviour. If no rule fits, every rank holds the tensors
+    whole.
 
     Args:
-        examples: of one model type, with other numbers in config.json: they refute what fits one by chance.
-        held_out: degrees.
+        examples: checkpoints of one model type with different numbers in config.json. More examples exclude more rules
+            that fit one of them by chance.
+        held_out: degrees that are only used to check rules.
     """
     fitted = _Fitter(examples, frozenset(held_out)).fit()
     if not fitted.unmatched:
         return fitted
-    # In some models heads have several sizes, so that none can be looked up.
+    # In some models heads have several sizes, so the head size cannot be looked up.
     other = _Fitter(examples, frozenset(held_out), without=HEAD_DIM).fit()
     return min(fitted, other, key=lambda each: len(each.unmatched))
 
 
 class _Fitter:
-    """Tries the rules of the language, the most telling ones first."""
+    """Tries candidate rules of the plan language, the most specific ones first."""
 
     def __init__(self, examples: Sequence[Example], held_out: frozenset[int], without: str = "") -> None:
         self._examples = examples
@@ -155,7 +157,7 @@ class _Fitter:
         self._vocabularies = [config.get("vocab_size") for config in configs]
 
     def fit(self) -> Fitted:
-        """A plan of rules for all tensors that there are rules for."""
+        """Return a plan, with the tensors that no rule fits."""
         rules: list[Rule] = []
         unmatched: dict[str, str] = {}
         for group_pattern, group in self._groups().items():
@@ -164,7 +166,7 @@ class _Fitter:
                 if rule is None:
                     unmatched[pattern] = why
                 rules.append(rule or Rule(pattern, None))
-        rules.sort(key=lambda rule: rule.pattern.count("*"))  # The first that matches counts.
+        rules.sort(key=lambda rule: rule.pattern.count("*"))  # The first matching rule has precedence.
         patterns = {
             (collapse_numbers(tensor.name), len(tensor.shape))
             for example in self._examples
@@ -188,7 +190,7 @@ class _Fitter:
         return Fitted(family, unmatched)
 
     def _groups(self) -> dict[str, list[_Observed]]:
-        """The tensors whose names differ in numbers only."""
+        """Return the tensors, grouped by names that differ only in numbers."""
         groups: dict[str, list[_Observed]] = {}
         for e, example in enumerate(self._examples):
             for t, tensor in enumerate(example.checkpoint.tensors):
@@ -198,7 +200,7 @@ class _Fitter:
         return groups
 
     def _rule(self, pattern: str, tensors: Sequence[_Observed]) -> tuple[Rule | None, str]:
-        """The rule that gives what was observed of all these tensors; else None, and why not."""
+        """Return the rule that reproduces the observed slices of all these tensors; else None, and the reason."""
         parts = _parts(tensors)
         axes = {axis for part in parts for axis in part.axes}
         if len({part.is_held for part in parts}) > 1:
@@ -221,7 +223,7 @@ class _Fitter:
         return None, f"it is cut along dim {axis} in a way that no rule describes"
 
     def _gives(self, rule: Rule, observed: _Observed, degree: int) -> bool:
-        """Whether the rule gives what was observed of a tensor."""
+        """Return True if the rule reproduces the observed slices of a tensor at this degree."""
         assert rule.dim is not None
         size = observed.tensor.shape[rule.dim]
         try:
@@ -264,21 +266,24 @@ class _Fitter:
 
 
 def _parts(tensors: Iterable[_Observed]) -> list[Slice]:
-    """All slices that ranks load."""
+    """Return all slices that ranks load."""
     return [part for each in tensors for cut in each.loaded.values() for part in cut]
 
 
 def _cut_alike(pattern: str, tensors: Sequence[_Observed]) -> Iterator[tuple[str, list[_Observed]]]:
-    """Tensors of a pattern by the axes that they are cut along; each lot with a pattern of its own."""
+    """Divide the tensors of a pattern by the axes that they are cut along; yield each group with its own pattern.
+
+    If the first number in their names does not distinguish the groups, the tensors are not divided.
+    """
     lots: dict[tuple[int, ...], list[_Observed]] = {}
     unused: list[_Observed] = []
     for each in tensors:
         axes = tuple(sorted({axis for part in _parts([each]) for axis in part.axes}))
         (lots.setdefault(axes, []) if each.loaded else unused).append(each)
-    if unused:  # Any rule will do for them.
+    if unused:  # Any rule fits tensors that are not loaded.
         lots.setdefault(next(iter(lots), ()), []).extend(unused)
     indices = [{_first_number(each.tensor.name) for each in lot} for lot in lots.values()]
-    if len(set().union(*indices)) < sum(map(len, indices)) or len(lots) == 1:  # No number tells the lots apart.
+    if len(set().union(*indices)) < sum(map(len, indices)) or len(lots) == 1:  # The groups share a number.
         yield pattern, list(tensors)
         return
     for lot, own in zip(lots.values(), indices, strict=True):
@@ -291,12 +296,12 @@ def _first_number(name: str) -> int | None:
 
 
 def _merged(rules: Sequence[Rule]) -> list[Rule]:
-    """Rules that differ in one of the last two words of their patterns only, as one."""
+    """Merge rules with patterns that differ only in one of the last two words."""
     return _merged_at(_merged_at(rules, 2), 1)
 
 
 def _merged_at(rules: Sequence[Rule], place: int) -> list[Rule]:
-    """Rules that differ only in the word at this place from the end of the pattern, as one."""
+    """Merge rules with patterns that differ only in the word at this position, counted from the end."""
     lots: dict[tuple[Any, ...], list[str]] = {}
     for rule in rules:
         words = rule.pattern.split(".")
@@ -312,7 +317,7 @@ def _merged_at(rules: Sequence[Rule], place: int) -> list[Rule]:
 
 
 def _short_lots(words: Sequence[str]) -> Iterator[list[str]]:
-    """Lots that are short enough for a line."""
+    """Divide words into groups that are short enough for a line."""
     lot: list[str] = []
     for word in words:
         if lot and len(",".join([*lot, word])) > _MAX_WORDS:
@@ -323,7 +328,7 @@ def _short_lots(words: Sequence[str]) -> Iterator[list[str]]:
 
 
 def _alternatives(words: Sequence[str]) -> str:
-    """A pattern for them: `{q,k,v}_proj`."""
+    """Return a pattern that matches any of the words, such as `{q,k,v}_proj`."""
     if len(words) == 1:
         return words[0]
     words = sorted(words, key=lambda word: word not in _FIRST)

@@ -1,4 +1,4 @@
-"""Observes in a process of its own what the ranks of an installed engine load; makes a plan or a plan file of it."""
+"""Observes in a child process the slices that ranks of an installed engine load; derives a plan or a plan file."""
 
 from __future__ import annotations
 
@@ -30,48 +30,48 @@ from relayout.storage.local.descriptors import write_file
 from relayout.storage.stores import find_input
 
 _MAX_SIDE_NBYTES = 2**24
-"""The most bytes of a file beside the weights that an engine may look at, such as a configuration, or code."""
+"""Largest file next to the weights that an engine may read, such as a configuration, or code; in bytes."""
 _SIDE_SUFFIXES = (".json", ".py", ".txt")
 _SMALL_NBYTES = 2**20
 _SILENCE_SECONDS = 600
-"""The longest silence of the observing process: it reports when the engine is imported, and when a rank is done."""
+"""Longest time without output of the observing process. It prints when the engine is imported, and for each rank."""
 
 DEGREES = range(2, 17)
-"""The degrees at which a plan file is observed; engines refuse those that do not divide the heads."""
+"""Degrees at which a plan file is observed. Engines reject those that do not divide the heads."""
 
 JsonObject: TypeAlias = dict[str, Any]
 
 
 @dataclass(frozen=True, slots=True)
 class Observation:
-    """What the ranks of an engine load."""
+    """The slices that the ranks of an engine load."""
 
     engine: str
     """The engine's package, a key of `ENGINES`."""
     version: str
-    """The engine's version, and the class that loaded."""
+    """The engine's version, and the name of the class that loaded."""
     loaded_slices: tuple[tuple[Slice, ...], ...]
-    """The slices that each rank loads, for each tensor in the checkpoint's order."""
+    """For each tensor in the checkpoint's order: the slice that each rank loads."""
 
 
 @dataclass(frozen=True, slots=True, repr=False)
 class ObservedPlan(Result):
-    """A plan file that was written."""
+    """Result of `observe_plan`: a plan file that was written."""
 
     output: str
     engine: str
-    """The engine's name and version, and its class."""
+    """The engine's name and version, and the name of its class."""
     degrees: tuple[int, ...]
-    """The degrees at which its ranks were observed."""
+    """The degrees at which the engine's ranks were observed."""
     held_out: tuple[int, ...]
-    """The degrees that no rule was derived from; all rules agree with them."""
+    """The degrees that rules were not derived from. All rules agree with them."""
     num_rules: int
     unmatched: tuple[str, ...]
-    """Patterns of tensors that no rule fits, each with the reason; every rank holds them whole."""
+    """Patterns of tensors that no rule fits, each with the reason. Every rank holds these whole."""
 
 
 def run_in_child(jobs: Sequence[JsonObject]) -> list[JsonObject]:
-    """Carry out jobs of one engine in a child process: an engine is large, and its state must not stay."""
+    """Carry out jobs of one engine in a child process, so that the memory and state of the engine do not remain."""
     engine = jobs[0]["engine"]
     with TemporaryDirectory(prefix="relayout-observe-") as scratch:
         file, log = Path(scratch, "jobs.json"), Path(scratch, "log")
@@ -98,19 +98,19 @@ def observe(
     trust_remote_code: bool = False,
     run: Callable[[Sequence[JsonObject]], list[JsonObject]] = run_in_child,
 ) -> list[Observation | PlanError]:
-    """Let an installed engine load a checkpoint's headers. Reads no tensor data; takes no memory for weights.
+    """Load a checkpoint's headers with an installed engine. Reads no tensor data, and needs no memory for weights.
 
     Args:
         checkpoint: the tensors and config.json.
         degrees: tensor-parallel degrees.
         engine: a key of `ENGINES`.
-        expert_parallel: experts are owned whole.
-        trust_remote_code: run Python files of the checkpoint.
-        run: carries out jobs: from the fields of each `ObservationJob` to its result.
+        expert_parallel: True if each expert is held whole by one rank.
+        trust_remote_code: allow the engine to run Python files of the checkpoint.
+        run: carries out jobs: takes the fields of each `ObservationJob`, and returns the results.
 
     Returns:
-        For each degree what was observed, or why nothing was: the engine is not installed, has no class for the
-        checkpoint, refuses it at this degree, or its class does what cannot be observed.
+        For each degree, the observation, or the reason for failure: the engine is not installed, has no class for the
+        checkpoint, rejects it at this degree, or its class does something that cannot be observed.
     """
     with TemporaryDirectory(prefix="relayout-observe-") as scratch:
         write_stand_in(checkpoint, Path(scratch))
@@ -132,7 +132,7 @@ def observed_plan(
     expert_parallel: bool = False,
     trust_remote_code: bool = False,
 ) -> Plan:
-    """The plan by which a checkpoint is cut as an installed engine cuts it, at this degree. Options as of `observe`."""
+    """Return a plan that cuts a checkpoint as an installed engine does at this degree. Options as in `observe`."""
     [observation] = observe(
         checkpoint, [tp], engine=engine, expert_parallel=expert_parallel, trust_remote_code=trust_remote_code
     )
@@ -142,10 +142,10 @@ def observed_plan(
 
 
 def plan_of(checkpoint: SourceCheckpoint, observation: Observation, tp: int, *, expert_parallel: bool = False) -> Plan:
-    """The plan that gives ranks what was observed.
+    """Return a plan that assigns the observed slices to ranks.
 
-    Tensors that the engine does not load, such as the head of a model that uses its embedding instead, are held whole
-    by every rank if they are small, else in equal blocks of rows; they are listed.
+    Some tensors are not loaded by the engine, such as the head of a model that uses its embedding instead. Every rank
+    holds these whole if they are small, and otherwise in equal blocks of rows. The plan lists them as `unused`.
     """
     unused = []
     cuts = []
@@ -159,7 +159,7 @@ def plan_of(checkpoint: SourceCheckpoint, observation: Observation, tp: int, *, 
 
 
 def completed(slices: Sequence[Slice], shape: tuple[int, ...]) -> tuple[Slice, ...]:
-    """The slices; what no rank loads of a tensor, such as rows beyond the vocabulary, is held by the last rank too."""
+    """Return the slices, with elements that no rank loads (such as rows beyond the vocabulary) added to the last."""
     slices = tuple(slices)
     if not any(part.is_held for part in slices):
         return (WHOLE,) * len(slices)
@@ -167,7 +167,7 @@ def completed(slices: Sequence[Slice], shape: tuple[int, ...]) -> tuple[Slice, .
         return slices
     axes = {axis for part in slices for axis in part.axes}
     if len(axes) > 1:
-        # Along several axes, if each rank has a cell of a grid, there are as many elements as the tensor has.
+        # Cut along several axes: if each rank has a cell of a grid, the sizes of all cells add up to the tensor's size.
         held = {part for part in slices if part.is_held}
         return slices if sum(prod(part.shape(shape)) for part in held) == prod(shape) else (*slices[:-1], WHOLE)
     [axis] = axes
@@ -188,7 +188,7 @@ def _of_unused(dtype: str, shape: tuple[int, ...], tp: int) -> tuple[Slice, ...]
 
 
 def parse(engine: str, result: JsonObject) -> Observation | PlanError:
-    """What was observed of an engine, or the error, from the result of a job."""
+    """Return the observation of an engine, or the error, from the result of a job."""
     if "error" in result:
         return PlanError(f"--plan {engine}: {result['error']}", code="no_plan")
     ranks = [[parse_slice(part) for part in rank] for rank in result["ranks"]]
@@ -197,9 +197,9 @@ def parse(engine: str, result: JsonObject) -> Observation | PlanError:
 
 
 def _aligned(slices: tuple[Slice, ...]) -> tuple[Slice, ...]:
-    """Cut a rank without elements along the axis that the others are cut along.
+    """Make empty slices empty along the axis that the other ranks' slices are cut along.
 
-    If none has any, no rank holds the tensor.
+    If all slices are empty, no rank holds the tensor.
     """
     if all(not part.is_held or _is_empty(part) for part in slices):
         return (NOT_HELD,) * len(slices)
@@ -214,10 +214,10 @@ def _is_empty(part: Slice) -> bool:
 
 
 def write_stand_in(checkpoint: SourceCheckpoint, folder: Path) -> None:
-    """Write a folder that looks like the checkpoint, with holes where the weights are.
+    """Write a folder that looks like the checkpoint, with holes instead of weights.
 
-    By the name of its file engines know the format of Mistral, whose configuration is params.json. In the hub's index,
-    if there is one, SGLang's class of Llama 4 looks for a vision part (`mllama4.py`, 0.5.23).
+    Engines recognize the format of Mistral, which has its configuration in params.json, by the name of the weight file.
+    SGLang's class of Llama 4 checks the hub's index, if it exists, for a vision part (`mllama4.py`, 0.5.23).
     """
     for name in checkpoint.side_files:
         status = checkpoint.folder.stat(name)
@@ -248,13 +248,13 @@ def observe_plan(
     engine: str = "vllm",
     trust_remote_code: bool = False,
 ) -> ObservedPlan:
-    """Observe an installed engine at each degree up to 16, and write rules that say the same as a plan file.
+    """Observe an installed engine at each degree up to 16, and write equivalent rules as a plan file.
 
     Args:
-        source: a checkpoint; its headers and config.json are read.
-        output: the file to make.
+        source: a checkpoint. Only its headers and config.json are read.
+        output: the plan file to create.
         engine: "vllm" or "sglang".
-        trust_remote_code: run Python files of the source.
+        trust_remote_code: allow the engine to run Python files of the source.
     """
     if engine not in ENGINES:
         raise PlanError(f"engine: {shown(engine)}, expected {' or '.join(ENGINES)}", code="option")
@@ -281,7 +281,7 @@ def observe_plan(
 
 
 def same_elements(slices: Sequence[Slice], others: Sequence[Slice], shape: Sequence[int]) -> bool:
-    """Whether the slices have the same elements of a tensor, in whatever order."""
+    """Return True if the slices of each rank contain the same elements of a tensor, in any order."""
     return all(
         part.is_held == other.is_held
         and all(
@@ -297,7 +297,10 @@ def _check_reproduced(
     loaded: Mapping[int, Sequence[tuple[Slice, ...]]],
     unmatched: Iterable[str],
 ) -> None:
-    """Apply the plan as a conversion does. What no rule fits is held whole, which is enough for any engine."""
+    """Raise PlanError unless the plan, applied as in a conversion, reproduces the observed slices.
+
+    Tensors that no rule fits are not compared: every rank holds them whole, which is sufficient for any engine.
+    """
     patterns = list(map(compile_glob, unmatched))
     fitting = [t for t, tensor in enumerate(checkpoint.tensors) if not any(p.match(tensor.name) for p in patterns)]
     for degree, slices in loaded.items():

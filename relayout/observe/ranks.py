@@ -1,9 +1,9 @@
-"""Lets the ranks of an engine load probes; a program that `observation.py` starts.
+"""Loads probes in the ranks of an engine; a program that `observation.py` starts.
 
-`python -m relayout.observe.ranks JOBS.json`: JOBS.json is a list of objects with the fields of `ObservationJob`; the
-results are written to JOBS.json.result. One process is the jobs and their ranks, one after the other; each is a fork,
-so that none sees what another one has left behind. `vllm.py` and `sglang.py` start an engine, and build and load one of
-its ranks. Needs an engine and torch.
+`python -m relayout.observe.ranks JOBS.json`: JOBS.json is a list of objects with the fields of `ObservationJob`. The
+results are written to JOBS.json.result. Jobs run one after another, and each job and each rank runs in its own fork, so
+that state of one rank cannot affect another rank. `vllm.py` and `sglang.py` start an engine, and build and load one
+rank. Needs an engine and torch.
 """
 
 from __future__ import annotations
@@ -27,52 +27,52 @@ from relayout.observe.observation import JsonObject
 from relayout.plans.family import ENGINES
 
 _MAX_PROCESSES = 4
-"""The most ranks at once; each takes about as much memory as importing an engine does, 0.5 GB."""
+"""Largest number of concurrent ranks. Each needs about 0.5 GB, which is the cost of importing an engine."""
 
 
 @dataclass(frozen=True, slots=True)
 class ObservationJob:
-    """What to observe."""
+    """An engine, a checkpoint and a degree to observe."""
 
     engine: str
     """The engine's package, a key of `ENGINES`."""
     folder: str
-    """A folder with config.json, the files beside it, and headers of weight files."""
+    """A folder with config.json, the files next to it, and headers of weight files."""
     tensors: Sequence[tuple[str, str, Sequence[int]]]
-    """(name, dtype, shape) of each tensor, in the order in which the loader is given them."""
+    """(name, dtype, shape) of each tensor, in the order in which the loader receives them."""
     tp: int
     expert_parallel: bool = False
     trust_remote_code: bool = False
 
 
 class ObservedEngine(Protocol):
-    """The module `relayout.observe.PACKAGE` of an engine."""
+    """The interface of the module `relayout.observe.PACKAGE` for an engine."""
 
     INSTALL: str
-    """What to install if the engine cannot be imported."""
+    """Advice on installation, for the error if the engine cannot be imported."""
 
     def start(self) -> str:
         """Import the engine, and return its version.
 
         Raises:
-            ImportError: it cannot be imported.
+            ImportError: the engine cannot be imported.
         """
 
     def configuration(self, job: ObservationJob) -> Any:
-        """Return the engine's configuration for a job, in a process where stand-ins have replaced what is not here."""
+        """Return the engine's configuration for a job, after replacing unavailable packages and devices by stubs."""
 
     def observe_rank(self, job: ObservationJob, config: Any, rank: int) -> JsonObject:
-        """Return what one rank loads, by `rank_result`, or `error`. This process is the rank from now on."""
+        """Return the result of `rank_result` for one rank, or `error`. Turns this process into that rank."""
 
 
 def main() -> None:
-    """Carry out the jobs that the command line names."""
+    """Carry out the jobs in the file on the command line."""
     file = Path(sys.argv[1])
     Path(f"{file}.result").write_text(json.dumps(run_here(json.loads(file.read_text()))))
 
 
 def run_here(jobs: Sequence[JsonObject]) -> list[JsonObject]:
-    """Carry out jobs of one engine, each the fields of an `ObservationJob`, in forks of this process."""
+    """Carry out jobs of one engine, each given by the fields of an `ObservationJob`, in forks of this process."""
     package = jobs[0]["engine"]
     module: Any = import_module(f"relayout.observe.{package}")
     engine: ObservedEngine = module
@@ -80,10 +80,10 @@ def run_here(jobs: Sequence[JsonObject]) -> list[JsonObject]:
         version = engine.start()
     except ImportError as error:
         return [{"error": f"{ENGINES[package]} cannot be imported ({error}): {engine.INSTALL}"}] * len(jobs)
-    import torch.distributed.tensor  # torch would do so in each fork, as soon as a probe is used: half a second.
+    import torch.distributed.tensor  # Otherwise torch imports it in each fork at the first probe: half a second.
 
     print(f"{ENGINES[package]} {version} is imported", flush=True)
-    torch.set_num_threads(1)  # A fork of a process that has threads of its own may wait for them forever.
+    torch.set_num_threads(1)  # A fork of a process with several threads may wait for these threads forever.
 
     def observe(number: int) -> JsonObject:
         return carry_out(engine, version, ObservationJob(**jobs[number]))
@@ -92,7 +92,7 @@ def run_here(jobs: Sequence[JsonObject]) -> list[JsonObject]:
 
 
 def carry_out(engine: ObservedEngine, version: str, job: ObservationJob) -> JsonObject:
-    """Return what each rank loads, in JSON, or `error`. This process has the job's configuration from now on."""
+    """Return the slices that each rank loads, in JSON, or `error`. Configures this process for the job."""
     try:
         config = engine.configuration(job)
     except Exception as error:
@@ -110,13 +110,13 @@ def carry_out(engine: ObservedEngine, version: str, job: ObservationJob) -> Json
 
 
 def _in_forks(observe: Callable[[int], JsonObject], count: int, step: int, what: str) -> list[JsonObject]:
-    """Return what the function returns for each number up to a count, each in a process of its own.
+    """Call a function for each number below `count`, each in its own process, and return the results.
 
     Args:
         observe: the function.
-        count: the count.
-        step: the number of processes at once.
-        what: a word for what is counted.
+        count: number of calls.
+        step: number of concurrent processes.
+        what: a word for the numbers, for messages.
     """
     context = multiprocessing.get_context("fork")
     results: list[JsonObject] = []
@@ -145,18 +145,18 @@ def _in_forks(observe: Callable[[int], JsonObject], count: int, step: int, what:
 
 
 def rank_result(job: ObservationJob, loaded: dict[str, Slice], model_class: str) -> JsonObject:
-    """Return what a rank loads, in JSON."""
+    """Return the slices that a rank loads, in JSON."""
     return {"loaded": [dump_slice(loaded[name]) for name, *_ in job.tensors], "model_class": model_class}
 
 
 def failure(error: Exception, what: str, engine: str) -> JsonObject:
-    """Return an error that names the place in the engine's code."""
+    """Return an error with the location in the engine's code."""
     text = f"{type(error).__name__}: {error}".strip().replace("\n", " ")
     return {"error": f"{what}: {text[:600]}{_place(error, engine)}"}
 
 
 def _place(error: Exception, engine: str) -> str:
-    """Class, function, file and line of the innermost frame in the engine's code, in brackets."""
+    """Return class, function, file and line of the innermost frame in the engine's code, in brackets."""
     for frame, line_number in reversed(list(traceback.walk_tb(error.__traceback__))):
         module = frame.f_globals.get("__name__", "")
         if module.startswith(f"{engine}."):

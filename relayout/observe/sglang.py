@@ -1,4 +1,4 @@
-"""Builds SGLang's class for a rank and lets it load probes; see `ranks.py`. Needs SGLang and torch."""
+"""Builds SGLang's class for a rank and loads probes into it (see `ranks.py`). Needs SGLang and torch."""
 
 from __future__ import annotations
 
@@ -11,20 +11,20 @@ from relayout.observe.observation import JsonObject
 from relayout.observe.ranks import ObservationJob, failure, rank_result
 
 _ATTENTION = (None, "fa3", "triton", "flashinfer")
-"""Backends of attention, which have no weights. None is SGLang's choice for CPUs, which some classes refuse."""
+"""Attention backends to try; they have no weights. None: SGLang's choice for CPUs, which some classes reject."""
 INSTALL = "run relayout in SGLang's environment; its kernels and a GPU are not needed"
 
 
 def start() -> str:
-    """Import SGLang and all its classes with stand-ins for what is not here, and return its version.
+    """Import SGLang and all its classes, with stubs for unavailable packages and devices, and return its version.
 
     Raises:
-        ImportError: it cannot be imported.
+        ImportError: SGLang cannot be imported.
     """
-    # An engine that starts at the same time needs the memory of GPUs, and forks cannot share a use of CUDA.
+    # An engine that starts at the same time needs the GPU memory, and forks cannot share a CUDA context.
     os.environ["CUDA_VISIBLE_DEVICES"] = ""
     os.environ.setdefault("HF_HUB_OFFLINE", "1")
-    os.environ["SGLANG_USE_MESSAGE_QUEUE_BROADCASTER"] = "0"  # It would wait for the other ranks.
+    os.environ["SGLANG_USE_MESSAGE_QUEUE_BROADCASTER"] = "0"  # The broadcaster would wait for the other ranks.
     from relayout.observe.sglang_stand_ins import stand_in_functions, stand_in_packages
 
     stand_in_packages()
@@ -32,7 +32,7 @@ def start() -> str:
     import sglang.srt.model_loader.loader
     from sglang.srt.models.registry import ModelRegistry
 
-    import relayout.observe.tracing  # noqa: F401  # Here, once, and not in each fork.
+    import relayout.observe.tracing  # noqa: F401  # Imported once here instead of in each fork.
 
     ModelRegistry.get_supported_archs()
     stand_in_functions()
@@ -67,7 +67,7 @@ def configuration(job: ObservationJob) -> Any:
 
 
 def observe_rank(job: ObservationJob, config: Any, rank: int) -> JsonObject:
-    """What one rank loads, in JSON, or `error`. This process is the rank from now on."""
+    """Return the slices that one rank loads, in JSON, or `error`. Turns this process into that rank."""
     from sglang.srt.configs.model_config import ModelConfig
 
     from relayout.observe.sglang_stand_ins import start_rank
@@ -77,7 +77,7 @@ def observe_rank(job: ObservationJob, config: Any, rank: int) -> JsonObject:
         loaded, model_class = _loaded_slices(ModelConfig.from_server_args(config), job.tensors, rank)
         rest = [name for name, *_ in job.tensors if not loaded[name].is_held]
         if rest and (slices := _loaded_by_draft(config, job.tensors, rank, model_class)) is not None:
-            # A draft model, which predicts several tokens, reads what the model itself leaves.
+            # A draft model, which predicts several tokens, loads tensors that the model itself does not.
             loaded.update((name, slices[name]) for name in rest)
     except Exception as error:
         return failure(error, f"rank {rank} of {job.tp}", job.engine)
@@ -87,7 +87,10 @@ def observe_rank(job: ObservationJob, config: Any, rank: int) -> JsonObject:
 def _loaded_by_draft(
     config: Any, tensors: Sequence[tuple[str, str, Sequence[int]]], rank: int, model_class: str
 ) -> dict[str, Slice] | None:
-    """What the draft model in the same checkpoint loads of each tensor; None: there is none, or it cannot be built."""
+    """Return the slice that the draft model in the same checkpoint loads of each tensor.
+
+    None: the checkpoint has no draft model, or it cannot be built.
+    """
     from sglang.srt.configs.model_config import ModelConfig
 
     try:
@@ -101,7 +104,7 @@ def _loaded_by_draft(
 def _loaded_slices(
     model_config: Any, tensors: Sequence[tuple[str, str, Sequence[int]]], rank: int
 ) -> tuple[dict[str, Slice], str]:
-    """What SGLang's class loads of each tensor, and its name."""
+    """Return the slice that SGLang's class loads of each tensor, and the name of the class."""
     from relayout.observe.tracing import LoadRecorder
 
     model = build(model_config, rank)
@@ -112,7 +115,7 @@ def _loaded_slices(
 
 
 def build(model_config: Any, rank: int) -> Any:
-    """Build SGLang's class for a rank; its large parameters have no memory."""
+    """Build SGLang's class for a rank. Large parameters have no memory."""
     import torch
     from sglang.srt.configs.load_config import LoadConfig
     from sglang.srt.model_loader import loader
@@ -126,18 +129,18 @@ def build(model_config: Any, rank: int) -> Any:
         model = loader._initialize_model(model_config, load_config, quantization)
     for module in model.modules():
         if hasattr(module, "post_load_weights"):
-            module.post_load_weights = lambda *_, **__: None  # It computes with what was loaded.
+            module.post_load_weights = lambda *_, **__: None  # The original computes with loaded values.
     return model
 
 
 def load(model_config: Any, model: Any, recorder: Any, tensors: Iterable[tuple[str, str, Sequence[int]]]) -> None:
-    """Let SGLang's loader load probes of a recorder into a model.
+    """Load probes of a recorder into a model with SGLang's own loader.
 
     Args:
         model_config: SGLang's configuration of the model.
-        model: from `build`.
-        recorder: a `LoadRecorder` of the model.
-        tensors: (name, dtype, shape) of each.
+        model: the result of `build`.
+        recorder: a `LoadRecorder` for the model.
+        tensors: (name, dtype, shape) of each tensor.
     """
     import torch
     from sglang.srt.model_loader import loader

@@ -1,7 +1,7 @@
-"""Stand-ins for kernels, devices and processes, with which SGLang's classes are built and loaded on a CPU.
+"""Stubs for kernels, devices and processes, so that SGLang's classes can be built and loaded on a CPU.
 
-SGLang makes its groups of processes itself, over torch's fake backend, so all its degrees are its own. The GPUs of the
-machine are hidden (`sglang.py`): a plan is the same with and without them. Needs torch at import time.
+SGLang creates its process groups itself, over torch's fake backend, so every degree is handled by SGLang's own code.
+The GPUs of the machine are hidden (`sglang.py`): a plan is the same with and without them. Needs torch at import time.
 """
 
 from __future__ import annotations
@@ -21,11 +21,11 @@ import torch
 from relayout.observe.stand_ins import AnyModule, put, to_device_unless_meta
 
 _LANGUAGES = ("tilelang", "tilelang.language")
-"""Languages of kernels that some modules of SGLang use when they are imported."""
+"""Kernel languages that some modules of SGLang use at import."""
 
 
 def stand_in_packages() -> None:
-    """Let SGLang be imported without kernels and without a GPU. Must be called before the import."""
+    """Make SGLang importable without kernels and without a GPU. Call this before the import."""
     stand_in_rotary()
     _stand_in_cuda()
     try:
@@ -36,7 +36,7 @@ def stand_in_packages() -> None:
 
 
 def stand_in_rotary() -> None:
-    """Let SGLang import a kernel of vLLM, as its rotary embedding does where there is no CUDA. Nothing calls it."""
+    """Make vLLM's kernel importable that SGLang's rotary embedding imports if CUDA is missing. It is never called."""
     package, operations = ModuleType("vllm"), ModuleType("vllm._custom_ops")
     operations.rotary_embedding = None  # type: ignore[attr-defined]
     package._custom_ops = operations  # type: ignore[attr-defined]
@@ -46,7 +46,7 @@ def stand_in_rotary() -> None:
 
 
 def _stand_in_cuda() -> None:
-    """Let classes ask for what a GPU is, and make its streams and events."""
+    """Make properties, streams and events of a GPU available to classes."""
     properties = SimpleNamespace(name="stand-in", major=9, minor=0, multi_processor_count=132, total_memory=80 * 2**30)
     torch.cuda.Event = torch.cuda.Stream = torch.cuda.ExternalStream = MagicMock  # type: ignore[misc]
     torch.cuda.current_stream = lambda *_, **__: MagicMock()
@@ -58,35 +58,35 @@ def _stand_in_cuda() -> None:
 
 
 def stand_in_functions() -> None:
-    """Let classes be built and loaded without kernels. Must be called after SGLang's classes have been imported."""
-    # Rotary embeddings have no weights, and some want a kernel.
+    """Make classes work without kernels. Call this after SGLang's classes have been imported."""
+    # Rotary embeddings have no weights, and some need a kernel.
     for name in ("get_rope", "get_rope_cpu", "get_rope_wrapper"):
         _replace("sglang.srt.layers.rotary_embedding.factory", name, _Rotary)
-    # Some classes load by threads, and a recorder is for one.
+    # Some classes load with threads, but a recorder is for one thread.
     concurrent.futures.ThreadPoolExecutor = AtOnce  # type: ignore[misc, assignment]
     if (hasher := getattr(_module("sglang.srt.layers.engram"), "EngramHasher", None)) is not None:
-        hasher.from_config = lambda *_, **__: torch.nn.Module()  # It reads the tokenizer, and has no weights.
+        hasher.from_config = lambda *_, **__: torch.nn.Module()  # The original reads the tokenizer, and has no weights.
     if (fallback := getattr(_module("sglang.srt.models.transformers"), "TransformersBase", None)) is not None:
-        # It replaces parameters that are on the meta device, as all large ones are here, and their loaders with them.
+        # The original replaces parameters on the meta device (all large ones are, here), and thereby their loaders.
         fallback._init_parameters = lambda *_: None
     torch.nn.Module.to = to_device_unless_meta(torch.nn.Module.to)  # type: ignore[method-assign]
     _replace("sglang.srt.utils.common", "get_device", lambda *_, **__: "cpu")
     _replace("sglang.srt.arg_groups.mamba_hook", "_platform_supports_mamba_cache_extra_buffer", lambda: True)
     _replace("sglang.srt.models.dots3_common.modeling", "_require_cuda", lambda: None)
     if (quantization := _module("sglang.srt.layers.quantization")) is not None:
-        quantization.QUANTIZATION_METHODS.setdefault("mxfp4", quantization.Mxfp4Config)  # It has it with CUDA.
+        quantization.QUANTIZATION_METHODS.setdefault("mxfp4", quantization.Mxfp4Config)  # Registered only with CUDA.
     if (modelopt := _module("sglang.srt.layers.quantization.modelopt_quant")) is not None:
         modelopt.get_platform = partial(_Blackwell, modelopt.get_platform)
 
 
 def _replace(module: str, name: str, replacement: Callable[..., Any]) -> None:
-    """Replace a function wherever it has been imported to, if this version has it."""
+    """Replace a function in every module that has imported it, if this version of SGLang has the function."""
     if (original := getattr(_module(module), name, None)) is not None:
         put(name, original, replacement)
 
 
 def _module(name: str) -> Any:
-    """A module of SGLang, or None: not every version has all, and some want a GPU."""
+    """Return a module of SGLang, or None: some versions do not have it, and some modules need a GPU."""
     try:
         return importlib.import_module(name)
     except ImportError:
@@ -94,7 +94,7 @@ def _module(name: str) -> Any:
 
 
 class _Blackwell:
-    """SGLang's platform as one that has kernels for NVFP4. Without them its classes refuse such a checkpoint."""
+    """SGLang's platform, reported as one with kernels for NVFP4. Without these, classes reject NVFP4 checkpoints."""
 
     def __init__(self, platform: Callable[[], Any]) -> None:
         self._platform = platform()
@@ -104,7 +104,7 @@ class _Blackwell:
 
 
 class _Rotary(torch.nn.Module):
-    """A stand-in for a rotary embedding, with every attribute and without weights."""
+    """A stub for a rotary embedding: it has every attribute, and no weights."""
 
     def __init__(self, head_size: int, rotary_dim: int, *_: Any, **__: Any) -> None:
         super().__init__()
@@ -115,7 +115,7 @@ class _Rotary(torch.nn.Module):
 
 
 class AtOnce:
-    """An executor that runs what is submitted at once, in the thread that submits it."""
+    """A stub executor that runs each submitted function immediately, in the submitting thread."""
 
     def __init__(self, *_: Any, **__: Any) -> None:
         pass
@@ -127,7 +127,7 @@ class AtOnce:
         pass
 
     def shutdown(self, *_: Any, **__: Any) -> None:
-        """Do nothing: all is done."""
+        """Do nothing: all functions have already run."""
 
     def submit(self, function: Callable[..., Any], *args: Any, **kwargs: Any) -> concurrent.futures.Future[Any]:
         """Call the function, and return its result as a future."""
@@ -144,7 +144,7 @@ class AtOnce:
 
 
 def start_rank(arguments: Any, rank: int) -> None:
-    """Let this process be a rank: SGLang makes its groups of processes, which exchange nothing."""
+    """Make this process a rank: SGLang creates its process groups, which exchange nothing."""
     from sglang.srt import runtime_context
     from sglang.srt.distributed import parallel_state
     from sglang.srt.layers.dp_attention import initialize_dp_attention

@@ -1,4 +1,4 @@
-"""What takes the place of vLLM's processes, memory and kernels while its classes are built and loaded in one process.
+"""Stubs for vLLM's processes, memory and kernels, so that its classes can be built and loaded in one process.
 
 Needs torch at import time.
 """
@@ -27,20 +27,20 @@ _OF_GPUS = (
     "vllm.vllm_flash_attn.flash_attn_interface",
     "vllm.v1.attention.backends.mla.prefill.flash_attn",
 )
-"""Modules of vLLM that some classes import, and that can only be imported where their kernels are."""
+"""Modules of vLLM that some classes import, and that can be imported only if their kernels are installed."""
 
 _CHOOSING = ("vllm.models.deepseek_v4",)
-"""Packages of models that have other classes for CPUs: without draft models, and with fewer degrees."""
+"""Model packages that choose other classes on a CPU: without draft models, and for fewer degrees."""
 
 _LAYERS = "vllm.model_executor.layers"
 _CAPABILITY = (9, 0)
-"""The compute capability that vLLM finds where there is no GPU: that of an H100, which all classes know."""
+"""Compute capability that vLLM finds without a GPU: that of an H100, which all classes support."""
 _LARGE = 2**14
-"""Elements beyond which a tensor that is made has no memory: smaller ones are often computed with."""
+"""Number of elements beyond which a new tensor has no memory. Smaller tensors are often used in computations."""
 
 
 class StandInGroup:
-    """What vLLM asks of a group of processes while it builds and loads a model: rank and world size."""
+    """A stub for a group of processes, with the members that building and loading a model needs: rank, world size."""
 
     def __init__(self, rank: int, world_size: int) -> None:
         self.rank = self.rank_in_group = self.local_rank = rank
@@ -60,14 +60,14 @@ class StandInGroup:
 
 
 class _Anything:
-    """Stands in the place of any class or function."""
+    """A stub for any class or function."""
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         pass
 
 
 class AnyModule(ModuleType):
-    """A module in which every name has the same value. With the class `object`, every object is an instance of it."""
+    """A module in which every name has the same value. With the class `object`, `isinstance` is always True."""
 
     def __init__(self, name: str, named: Any = _Anything) -> None:
         super().__init__(name)
@@ -81,7 +81,7 @@ class AnyModule(ModuleType):
 
 
 def stand_in_modules() -> None:
-    """Let classes be imported whose kernels are not here. To be called before vLLM looks for its classes."""
+    """Make classes importable if their kernels are missing. Call this before vLLM looks up its classes."""
     for name in _OF_GPUS:
         try:
             importlib.import_module(name)
@@ -90,9 +90,9 @@ def stand_in_modules() -> None:
 
 
 def stand_in_quantization(model_type: str | None) -> None:
-    """Let DeepSeek V4.1 have its own configuration of FP8, instead of V4's, which vLLM takes without CUDA or ROCm.
+    """Make DeepSeek V4.1 use its own FP8 configuration; without CUDA or ROCm vLLM would use that of V4.
 
-    To be called before vLLM makes its configuration.
+    Call this before vLLM creates its configuration.
     """
     if model_type == "deepseek_v41":
         older, own = (_module(f"vllm.models.{package}") for package in ("deepseek_v4", "deepseek_v41"))
@@ -100,10 +100,10 @@ def stand_in_quantization(model_type: str | None) -> None:
 
 
 def stand_in_inputs() -> None:
-    """Let a class take images and sounds without the processor that makes its inputs, or the tokenizer that this asks.
+    """Make multimodal classes work without the processor of their inputs, and without the tokenizer that it needs.
 
-    vLLM makes the processor only to ask whether all kinds of inputs are switched off, which none is here. To be called
-    before vLLM makes its configuration.
+    vLLM creates the processor only to check whether all kinds of inputs are disabled, which is never the case here.
+    Call this before vLLM creates its configuration.
     """
     config: Any = getattr(_module("vllm.config.model"), "ModelConfig", None)
     if (asked := getattr(config, "_supports_multimodal_inputs", None)) is not None:
@@ -111,7 +111,7 @@ def stand_in_inputs() -> None:
 
 
 def stand_in_devices() -> None:
-    """Let classes make what only a GPU has, where there is none: streams, events, sparse attention, kernels."""
+    """Make GPU features available on a machine without a GPU: streams, events, sparse attention, kernels."""
     if torch.cuda.is_available():
         return
     torch.accelerator.empty_cache = lambda: None
@@ -127,7 +127,7 @@ def stand_in_devices() -> None:
     choose = _tried(platform.get_attn_backend_cls, lambda *_, **__: sparse, NotImplementedError, ValueError)
     type(platform).get_attn_backend_cls = staticmethod(choose)
     if (vision := getattr(platform, "get_vit_attn_backend", None)) is not None:
-        # Some vision parts ask for kernels of a GPU by name; attention has no weights.
+        # Some vision parts request kernels of a GPU by name. Attention has no weights, so any backend will do.
         default = lambda head_size, dtype, *_, **__: vision(head_size, dtype)  # noqa: E731
         type(platform).get_vit_attn_backend = staticmethod(_tried(vision, default, AssertionError))
     for package in filter(sys.modules.get, _CHOOSING):
@@ -142,26 +142,26 @@ def stand_in_devices() -> None:
     _stand_in_triton()
     _replace("vllm.utils.torch_utils", "get_accelerator_view_from_cpu_tensor", lambda tensor: tensor)
     if experts := getattr(_module(f"{_LAYERS}.fused_moe.config"), "FusedMoEConfig", None):
-        # The last of its checks is of the processor.
+        # Its last check is about the processor.
         experts.__post_init__ = _tried(experts.__post_init__, lambda config: None, NotImplementedError)
     cpu_attention = _module("vllm.v1.attention.backends.cpu_attn")
     if attention := getattr(cpu_attention, "CPUAttentionBackendImpl", None):
         attention.__init__ = _with_known(attention.__init__)
     if backend := getattr(cpu_attention, "CPUAttentionBackend", None):
-        backend.supports_alibi_sqrt = classmethod(lambda cls: True)  # Step 1 wants it.
+        backend.supports_alibi_sqrt = classmethod(lambda cls: True)  # Step 1 requires it.
 
 
 def _stand_in_triton() -> None:
-    """Let vLLM's stand-in for Triton have what classes name when they are imported."""
+    """Add members to vLLM's placeholder for Triton that some classes use at import."""
     utilities = _module("vllm.triton_utils")
     if (triton := getattr(utilities, "triton", None)) and not hasattr(triton, "set_allocator"):
         triton.set_allocator = lambda allocate: None
     if (language := getattr(utilities, "tl", None)) and not hasattr(language, "extra"):
-        language.extra = MagicMock()  # Kernels of Step 5 have names of functions in it.
+        language.extra = MagicMock()  # Kernels of Step 5 name functions in it.
 
 
 def stand_in_classes(package: str) -> None:
-    """Let a package of models have its classes for GPUs of NVIDIA, instead of those that it has chosen for a CPU."""
+    """Make a package of models use its classes for NVIDIA GPUs instead of those that it has chosen for a CPU."""
     chosen = _module(package)
     for part in ("model", "mtp", "dspark"):
         classes = vars(_module(f"{package}.nvidia.{part}") or ModuleType(part))
@@ -170,15 +170,15 @@ def stand_in_classes(package: str) -> None:
         ("model_executor.models.registry", "_try_load_model_cls"),
         ("model_executor.model_loader.utils", "_MODEL_ARCH_BY_HASH"),
     ):
-        # vLLM remembers the classes that it has found.
+        # vLLM caches the classes that it has found.
         if cached := getattr(_module(f"vllm.{module}"), found, None):
             (cached.clear if isinstance(cached, dict) else cached.cache_clear)()
 
 
 def to_device_unless_meta(to: Callable[..., Any]) -> Callable[..., Any]:
-    """Wrap `torch.nn.Module.to`: parameters without memory stay where they are, and only their dtype changes.
+    """Wrap `torch.nn.Module.to`: parameters without memory are not moved, and only their dtype changes.
 
-    The original refuses such parameters. Kimi K2.5 moves its vision tower to the device after building it.
+    The original raises an error for such parameters. Kimi K2.5 moves its vision tower to the device after building it.
     """
 
     @functools.wraps(to)
@@ -192,7 +192,7 @@ def to_device_unless_meta(to: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def _with_known(original: Callable[..., Any]) -> Callable[..., Any]:
-    """The function, which ignores options that it does not have."""
+    """Wrap a function so that it ignores options that it does not have."""
     known = inspect.signature(original).parameters
 
     @functools.wraps(original)
@@ -215,14 +215,14 @@ def fake_rank(process: int, tp: int, expert: bool, replicas: int = 1) -> None:
 
 
 class Unpinned(TorchFunctionMode):
-    """Memory of tensors that are made is not pinned: there may be no device that could."""
+    """Removes `pin_memory` from calls that create tensors, because there may be no device for pinned memory."""
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         return func(*args, **{key: value for key, value in (kwargs or {}).items() if key != "pin_memory"})
 
 
 class WithoutMemory(Unpinned):
-    """Large tensors that are made have no memory: they are on torch's meta device."""
+    """Creates large tensors without memory, on torch's meta device."""
 
     _BY_SIZE = (torch.empty, torch.zeros, torch.ones, torch.rand, torch.randn)
 
@@ -237,7 +237,7 @@ class WithoutMemory(Unpinned):
 
 
 def stand_in_kernels() -> None:
-    """Take a stand-in where vLLM has no kernel of a layer for this processor: nothing is run here."""
+    """Replace kernels that vLLM does not have for this processor by stubs; no kernel is run here."""
     for module in ("fp8", "auto_awq", "auto_gptq", "mxfp4", "modelopt", "moe_wna16"):
         _module(f"{_LAYERS}.quantization.{module}")
     _module(f"{_LAYERS}.quantization.compressed_tensors.compressed_tensors")
@@ -260,9 +260,9 @@ def stand_in_kernels() -> None:
 
 
 def of_whole_groups(choose: Callable[..., Any]) -> Callable[..., Any]:
-    """The function that chooses a kernel, which refuses as kernels for GPUs do: values that share a scale on two ranks.
+    """Wrap the choice of a kernel so that it rejects a group of values with one scale on two ranks, as GPU kernels do.
 
-    Those for CPUs do not, and ranks would then take the scales of others.
+    Kernels for CPUs accept such groups, and ranks would then use the scales of other ranks.
     """
 
     @functools.wraps(choose)
@@ -277,12 +277,12 @@ def of_whole_groups(choose: Callable[..., Any]) -> Callable[..., Any]:
 
 @contextmanager
 def stand_in_tokenizers() -> Iterator[None]:
-    """Let classes ask a tokenizer for the numbers of their marks while they are built: they only keep these.
+    """Provide a stub tokenizer for classes that look up the numbers of special tokens while they are built.
 
-    To be entered when the class of the model has been imported. Outside, vLLM finds no tokenizer, and does not go on to
-    ask for a processor of images.
+    The classes only store these numbers. Enter the context after the class of the model has been imported. Outside of
+    it, vLLM finds no tokenizer, and therefore does not look for an image processor.
     """
-    # DeepSeek V4.1 hashes the words of a tokenizer, to look up n-grams. What it loads does not depend on these.
+    # DeepSeek V4.1 hashes the words of a tokenizer, to look up n-grams. The loaded slices do not depend on them.
     if hashes := getattr(sys.modules.get("vllm.models.deepseek_v41.common.engram"), "NgramHashState", None):
         hashes.__init__ = without_tokenizer(hashes)
     name = "cached_tokenizer_from_config"
@@ -298,7 +298,7 @@ def stand_in_tokenizers() -> Iterator[None]:
 
 
 def without_tokenizer(hashes: type[torch.nn.Module]) -> Callable[..., None]:
-    """Return an initializer of vLLM's `NgramHashState` that needs no tokenizer and makes none of its buffers."""
+    """Return an initializer of vLLM's `NgramHashState` that needs no tokenizer and creates none of its buffers."""
 
     def initialize(self: Any, _config: Any, layout: Any, swa_cache_module: Any) -> None:
         super(hashes, self).__init__()
@@ -312,7 +312,7 @@ def _kernel(*_: Any, **__: Any) -> Any:
 
 
 def _module(name: str) -> Any:
-    """A module of vLLM, or None: not every version has all."""
+    """Return a module of vLLM, or None if this version does not have it."""
     try:
         return importlib.import_module(name)
     except ImportError:
@@ -320,13 +320,13 @@ def _module(name: str) -> Any:
 
 
 def _replace(module: str, name: str, stand_in: Callable[..., Any]) -> None:
-    """Let a function, wherever it has been imported to, return what the stand-in does where it fails."""
+    """Wrap a function, in every module that has imported it: if it fails, the result of the stub is returned."""
     if (original := getattr(_module(module), name, None)) is not None:
         put(name, original, _tried(original, stand_in, ValueError, NotImplementedError))
 
 
 def put(name: str, original: Any, replacement: Any) -> None:
-    """Replace a function wherever its package has imported it to."""
+    """Replace a function in every module of its package that has imported it."""
     packages = tuple(function.__module__.partition(".")[0] for function in (original, replacement))
     for module in list(sys.modules.values()):
         if getattr(module, "__name__", "").startswith(packages) and getattr(module, name, None) is original:
@@ -334,7 +334,7 @@ def put(name: str, original: Any, replacement: Any) -> None:
 
 
 def _tried(original: Callable[..., Any], stand_in: Callable[..., Any], *errors: type[Exception]) -> Callable[..., Any]:
-    """The function, or what the stand-in returns where it fails."""
+    """Wrap a function: if it raises one of the errors, the result of the stub is returned."""
 
     def tried(*args: Any, **kwargs: Any) -> Any:
         try:

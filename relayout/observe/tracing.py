@@ -1,7 +1,7 @@
-"""Notes which elements of tensors reach the memory of a model that an engine's own weight loaders fill.
+"""Records which elements of tensors an engine's own weight loaders copy into the memory of a model.
 
-The loaders get probes: tensors with a shape and no bytes. Views of a probe are followed by torch's own strides; what
-else is done with one is told to a `LoadRecorder`. Needs torch at import time.
+The loaders receive probes: tensors with a shape and no bytes. Views of a probe are tracked by torch's own strides; all
+other operations on probes are passed to a `LoadRecorder`. Needs torch at import time.
 """
 
 from __future__ import annotations
@@ -35,54 +35,55 @@ from relayout.core.slices import NOT_HELD, WHOLE, Range, Slice, joined
 from relayout.errors import PlanError
 
 Box = tuple[tuple[Range, ...], ...]
-"""The ranges of a product along each axis, ascending and not adjacent."""
+"""Ranges along each axis, ascending and not adjacent. The box contains the elements of their product."""
 
 
 NOTHING = -1
-"""The number of an element that is of no tensor: a constant, such as padding."""
+"""Number for an element that comes from no tensor: a constant, such as padding."""
 _CPU = torch.device("cpu")
 _COPIES = frozenset({aten.copy_.default, aten.fill_.Tensor})
-"""Operations that copy their second argument into the first one: `fill_` copies a tensor without axes."""
+"""Operations that copy their second argument to the first one. `fill_` copies a tensor without axes."""
 _PADDING = frozenset({aten.cat.default, aten.constant_pad_nd.default})
-"""Operations that put elements beside others."""
+"""Operations that join elements with other elements or with padding."""
 _MAX_RANGES = 2**16
 
 
 class LoadRecorder:
-    """Records which elements of each tensor are copied into a model. For one thread.
+    """Records which elements of each tensor are copied into a model. For use by one thread.
 
-    An element of a tensor has a number: its position in the tensor, dense and row-major, beyond the numbers of all
-    tensors before. Where operations rearrange elements, their numbers are rearranged in the same way.
+    Each element of each probed tensor has a unique number: its dense, row-major position in the tensor, plus the number
+    of elements in all earlier tensors. Operations that rearrange elements rearrange their numbers in the same way.
 
-    A copy into memory that is not the model's is a PlanError, as the elements cannot be followed from there; so is what
-    needs values.
+    A copy into memory outside the model raises PlanError, because elements cannot be tracked from there. Operations
+    that need values raise PlanError, too.
     """
 
     def __init__(self, model: torch.nn.Module) -> None:
         self._model = model
         self._memory = set(_storages(model))
         self._firsts: dict[str, int] = {}
-        """The number of each tensor's first element; its others follow."""
+        """Number of the first element of each tensor. The tensor's other elements have the numbers that follow."""
         self._end = 0
         self._shapes: dict[str, tuple[int, ...]] = {}
         self._boxes: defaultdict[str, set[Box]] = defaultdict(set)
         self._touched: set[str] = set()
         self._joined: set[str] = set()
-        """Tensors that have been joined with others, or padded, and only the padding has been copied."""
+        """Tensors that were joined with others or padded, while only padding was copied."""
 
     def probe(self, name: str, shape: Sequence[int], dtype: torch.dtype) -> Probe:
-        """A probe of a whole tensor, of another name than those before."""
+        """Return a probe of a whole tensor; each name can be probed once."""
         assert name not in self._firsts, name
         self._firsts[name], self._shapes[name] = self._end, tuple(shape)
         self._end += prod(shape)
         return Probe.of(_ProbeMemory(name, tuple(shape), dtype, self))
 
     def loaded(self, name: str) -> Slice:
-        """What has been copied of a tensor.
+        """Return the slice of a tensor that was copied.
 
-        All, if only constants that have replaced its elements have been: the loader works on the tensor. No elements,
-        if none has been copied of what it has been joined to, or only padding: the loader wants to see the tensor.
-        `NOT_HELD`: the loader has not used it.
+        - `WHOLE` also if only constants were copied that had replaced its elements: the loader uses the tensor.
+        - No elements if only padding, or only other tensors that it was joined with, were copied: the loader needs the
+          tensor to exist.
+        - `NOT_HELD` if the loader did not use the tensor.
         """
         if name in self._boxes:
             return slice_of(self._shapes[name], frozenset(self._boxes[name]))
@@ -90,14 +91,14 @@ class LoadRecorder:
         return WHOLE if name in self._touched else empty
 
     def finish(self) -> None:
-        """Record what has not been copied into the model, but put there."""
+        """Record probes that were assigned to parameters of the model instead of copied."""
         for parameter in (*self._model.parameters(), *self._model.buffers()):
             for tensor in (parameter, parameter.data):
                 if isinstance(tensor, Probe):
                     self._record(tensor)
 
     def numbers(self, probe: Probe) -> torch.Tensor:
-        """The number of each element of a probe, int64; `NOTHING` where it has a constant."""
+        """Return the number of each element of a probe, as int64; `NOTHING` for constants."""
         memory, (size, strides, offset) = probe.memory, geometry_of(probe)
         if probe.dtype.itemsize != memory.dtype.itemsize:
             what = f"is used as {probe.dtype}, stored as {memory.dtype}"
@@ -111,18 +112,18 @@ class LoadRecorder:
         return numbers
 
     def copied(self, target: torch.Tensor, source: Probe) -> None:
-        """Record a copy into a tensor that is no probe."""
+        """Record a copy into a tensor that is not a probe."""
         if _storage(target) not in self._memory:
-            self._memory = set(_storages(self._model))  # Some loaders make parameters.
+            self._memory = set(_storages(self._model))  # Some loaders create parameters.
             if _storage(target) not in self._memory:
                 raise PlanError("is copied into memory that is not the model's", tensor=source.memory.name)
         self._record(source)
 
     def value(self, probe: Probe) -> float:
-        """Record that the model uses the only element of a tensor, and return what stands for its value: NaN, or 0.
+        """Record the use of a tensor's only element, and return a placeholder for its value: NaN, or 0 for integers.
 
         Raises:
-            PlanError: the tensor has several elements; which one is used might depend on values.
+            PlanError: the tensor has several elements. Which one is used could depend on values.
         """
         if prod(self._shapes[probe.memory.name]) != 1:
             _refuse(probe, "item")
@@ -130,13 +131,13 @@ class LoadRecorder:
         return nan if probe.dtype.is_floating_point else 0
 
     def compute(self, func: Any, args: Any, kwargs: Any, probes: Sequence[Probe]) -> Any:
-        """The result of an operation that is more than a view; `probes` are those among its arguments."""
+        """Return the result of an operation that is not a view; `probes` are the probes among its arguments."""
         if len(probes) > 1:
             self._joined.update(probe.memory.name for probe in probes)
         if written_by(func):
             return self._write(func, args, probes)
         if func is aten.mean.default:
-            # Sarvam's loader subtracts the mean of a router's biases: a rank needs all of them.
+            # Sarvam's loader subtracts the mean of a router's biases, so a rank needs all biases.
             self._record(probes[0])
             return torch.zeros((), dtype=probes[0].dtype)
         if func is aten.constant_pad_nd.default:
@@ -155,7 +156,7 @@ class LoadRecorder:
         return Probe.of(_ProbeMemory(memory.name, tuple(made.shape), made.dtype, self, numbers, is_padded))
 
     def _write(self, func: Any, args: Any, probes: Sequence[Probe]) -> Any:
-        """An operation that writes to its first argument: to the numbers of that."""
+        """Perform an operation that writes to its first argument, by changing the numbers of its elements."""
         target = args[0]
         if not isinstance(target, Probe):
             _refuse(probes[0], name_of(func))
@@ -186,7 +187,7 @@ class LoadRecorder:
             self._touched.add(memory.name)
             self._boxes[memory.name].add(box)
             return
-        # By the numbers of elements, ascending, which may be of several tensors.
+        # By the numbers of elements, ascending; they may belong to several tensors.
         numbers = torch.unique(self.numbers(source))
         numbers = numbers[numbers != NOTHING]
         (self._touched if numbers.numel() or not memory.is_padded else self._joined).add(memory.name)
@@ -200,27 +201,27 @@ class LoadRecorder:
 
 @dataclass(eq=False, slots=True)
 class _ProbeMemory:
-    """What a probe, and all views of it, would lie in: dense and row-major."""
+    """The notional memory of a probe and its views: dense and row-major."""
 
     name: str
     shape: tuple[int, ...]
     dtype: torch.dtype
     recorder: LoadRecorder
     numbers: torch.Tensor | None = None
-    """The numbers of the elements, if they are not those of the tensor as it is stored."""
+    """Numbers of the elements. None: the elements are those of the stored tensor, in order."""
     is_padded: bool = False
-    """Whether constants in it stand beside the elements of the tensor, and not in their place."""
+    """True if constants were added next to the tensor's elements without replacing any of them."""
 
 
 class Probe(torch.Tensor):
-    """A tensor without bytes; see the module. Strides and offset are in its elements, from its memory's start."""
+    """A tensor without bytes (see the module). Strides and offset count elements from the start of its memory."""
 
     __torch_function__ = torch._C._disabled_torch_function_impl  # type: ignore[assignment]
     memory: _ProbeMemory
 
     @staticmethod
     def of(memory: _ProbeMemory, geometry: Geometry | None = None, dtype: torch.dtype | None = None) -> Probe:
-        """A view of memory; all of it, as a tensor of a checkpoint lies, without a geometry."""
+        """Return a view of memory. Without a geometry: all of it, with the layout of a tensor in a checkpoint."""
         size, strides, offset = geometry or (memory.shape, row_major(memory.shape), 0)
         self: Probe = torch.Tensor._make_wrapper_subclass(
             Probe, size, strides=strides, storage_offset=offset, dtype=dtype or memory.dtype, device=_CPU
@@ -232,7 +233,7 @@ class Probe(torch.Tensor):
         return f"Probe({self.memory.name!r}, {list(self.shape)} of {list(self.memory.shape)}, {self.dtype})"
 
     def narrow(self, dim: int, start: Any, length: Any) -> torch.Tensor:
-        """Do what `torch.narrow` does; weight loaders call this most, so it goes without torch's dispatcher."""
+        """Do the same as `torch.narrow`, without torch's dispatcher, because weight loaders call it most often."""
         size, strides, offset = geometry_of(self)
         if type(start) is int and 0 <= start <= start + length <= size[dim]:
             axis = dim % len(size)
@@ -241,7 +242,7 @@ class Probe(torch.Tensor):
         return torch.Tensor.narrow(self, dim, start, length)
 
     def item(self) -> float:
-        """Return a number, see `LoadRecorder.value`: SGLang's `default_weight_loader` fills parameters with it.
+        """Return a placeholder number (see `LoadRecorder.value`), which SGLang's `default_weight_loader` fills in.
 
         Raises:
             PlanError: the tensor has several elements.
@@ -249,15 +250,15 @@ class Probe(torch.Tensor):
         return self.memory.recorder.value(self)
 
     def tolist(self) -> NoReturn:
-        """Refused. Raises: PlanError."""
+        """Raise PlanError: a probe has no values."""
         _refuse(self, "tolist")
 
     def numpy(self, *, force: bool = False) -> NoReturn:
-        """Refused. Raises: PlanError."""
+        """Raise PlanError: a probe has no values."""
         _refuse(self, "numpy")
 
     def data_ptr(self) -> NoReturn:
-        """Refused. Raises: PlanError."""
+        """Raise PlanError: a probe has no memory."""
         _refuse(self, "data_ptr")
 
     @classmethod
@@ -279,11 +280,11 @@ class Probe(torch.Tensor):
         return probes[0].memory.recorder.compute(func, args, kwargs, probes)
 
 
-@cache  # Layers are alike.
+@cache  # Layers have equal shapes and boxes.
 def slice_of(shape: tuple[int, ...], boxes: frozenset[Box]) -> Slice:
-    """The smallest product of ranges that contains all boxes, ascending along each axis.
+    """Return the smallest product of ranges that contains all boxes, ascending along each axis.
 
-    Boxes that differ along several axes may leave elements between them; these belong to it too.
+    If boxes differ along several axes, the product may also contain elements outside all boxes.
     """
     if not boxes:
         return NOT_HELD
@@ -294,10 +295,10 @@ def slice_of(shape: tuple[int, ...], boxes: frozenset[Box]) -> Slice:
 
 @cache
 def box_of(shape: tuple[int, ...], view: Geometry) -> Box | None:
-    """The elements that a view of a tensor has; None if they are no product of ranges, or it takes long to tell."""
+    """Return the box of the elements in a view of a tensor; None if it is not a box, or takes too long to find."""
     size, strides, offset = view
     steps = [prod(shape[axis + 1 :]) for axis in range(len(shape))]
-    if 0 in size:  # No elements: along the axis whose step the empty dimension has, or else along the first.
+    if 0 in size:  # No elements: empty along the axis that has the step of the empty dimension, or along the first.
         empty = steps.index(strides[size.index(0)]) if strides[size.index(0)] in steps else 0
         return tuple(() if axis == empty else ((0, length),) for axis, length in enumerate(shape))
     starts = [offset // step % length for step, length in zip(steps, shape, strict=True)]
@@ -310,7 +311,7 @@ def box_of(shape: tuple[int, ...], view: Geometry) -> Box | None:
             return None
         step = stride // steps[axis]
         if starts[axis] + (length - 1) * step >= shape[axis]:
-            # It goes on along the axis before.
+            # The dimension continues along the previous axis.
             count, rest = divmod(shape[axis], step)
             if rest or length % count or starts[axis] >= step:
                 return None
@@ -327,7 +328,7 @@ def box_of(shape: tuple[int, ...], view: Geometry) -> Box | None:
 
 
 def _sums(start: int, dims: list[tuple[int, int]]) -> tuple[Range, ...] | None:
-    """The numbers `start + sum(i * step)`, for `i < length` of each (step, length)."""
+    """Return the numbers `start + sum(i * step)`, for each `i < length` of each (step, length), as ranges."""
     ranges: tuple[Range, ...] = ((start, 1),)
     for step, length in sorted(dims):
         if len(ranges) == 1 and step <= ranges[0][1]:
@@ -344,7 +345,7 @@ def _refuse(probe: Probe, operation: str) -> NoReturn:
 
 
 def _hull(numbers: torch.Tensor, shape: Sequence[int]) -> Box:
-    """The smallest product of ranges that has the elements at these positions, dense and row-major."""
+    """Return the smallest box that contains the elements at these dense, row-major positions."""
     box = []
     for axis, size in enumerate(shape):
         inner = prod(shape[axis + 1 :])
@@ -356,7 +357,7 @@ def _hull(numbers: torch.Tensor, shape: Sequence[int]) -> Box:
 
 
 def _storages(model: torch.nn.Module) -> Iterator[int]:
-    """The memory of parameters, buffers, and tensors that modules have beside them."""
+    """Yield the storages of parameters, buffers, and other tensor attributes of modules."""
     for module in model.modules():
         values = [*module._parameters.values(), *module._buffers.values()]
         for value in vars(module).values():

@@ -1,4 +1,4 @@
-"""Builds vLLM's class for a rank and lets it load probes; see `ranks.py`. Needs vLLM and torch."""
+"""Builds vLLM's class for a rank and loads probes into it (see `ranks.py`). Needs vLLM and torch."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ def start() -> str:
     """Import vLLM, and return its version.
 
     Raises:
-        ImportError: it cannot be imported.
+        ImportError: vLLM cannot be imported.
     """
     os.environ.setdefault("VLLM_TARGET_DEVICE", "cpu")
     os.environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR")
@@ -33,12 +33,12 @@ def start() -> str:
 
 
 def configuration(job: ObservationJob) -> Any:
-    """vLLM's configuration for a job, in a process where stand-ins have replaced what is not here."""
+    """Return vLLM's configuration for a job, after replacing unavailable packages and devices by stubs."""
     import vllm.model_executor.models.registry as registry
     from vllm.config import VllmConfig
     from vllm.engine.arg_utils import EngineArgs
 
-    import relayout.observe.tracing  # noqa: F401  # Here, once, and not in each fork.
+    import relayout.observe.tracing  # noqa: F401  # Imported once here instead of in each fork.
     from relayout.observe.stand_ins import (
         stand_in_devices,
         stand_in_inputs,
@@ -50,9 +50,9 @@ def configuration(job: ObservationJob) -> Any:
     stand_in_modules()
     file = Path(job.folder, "config.json")
     stand_in_quantization(json.loads(file.read_text()).get("model_type") if file.exists() else None)
-    # vLLM looks at a class in a process of its own, lest it starts CUDA; this is one.
+    # vLLM inspects a class in a separate process, to avoid starting CUDA. This process is already separate.
     registry._run_in_subprocess = lambda function: function()
-    # Which of its runners would run the model is decided by this machine, and does not matter.
+    # This check selects one of vLLM's runners by the machine. The runner does not matter here.
     VllmConfig._validate_v1_model_runner = lambda self: None
     stand_in_inputs()
     config = EngineArgs(
@@ -69,13 +69,13 @@ def configuration(job: ObservationJob) -> Any:
     ).create_engine_config()
     _import_class(config)
     stand_in_devices()
-    _import_class(config)  # Some can be imported only now.
+    _import_class(config)  # Some classes can be imported only after the stubs are installed.
     stand_in_kernels()
     return config
 
 
 def _import_class(config: Any) -> None:
-    """Import the model's class once, and not again in each fork; errors are reported when a rank is built."""
+    """Import the model's class once, instead of in each fork; errors are reported when a rank is built."""
     from vllm.model_executor.model_loader.utils import get_model_architecture
 
     with contextlib.suppress(Exception):
@@ -83,7 +83,7 @@ def _import_class(config: Any) -> None:
 
 
 def observe_rank(job: ObservationJob, config: Any, rank: int) -> JsonObject:
-    """What one rank loads, in JSON, or `error`. This process is the rank from now on."""
+    """Return the slices that one rank loads, in JSON, or `error`. Turns this process into that rank."""
     from relayout.observe.stand_ins import fake_rank
 
     fake_rank(rank, job.tp, job.expert_parallel)
@@ -92,7 +92,7 @@ def observe_rank(job: ObservationJob, config: Any, rank: int) -> JsonObject:
         loaded, model_class = _loaded_slices(config, config.model_config, job.tensors)
         rest = [name for name, *_ in job.tensors if not loaded[name].is_held]
         if rest and (draft := _draft_config_or_none(config, rest)) is not None:
-            # A draft model, which predicts several tokens, reads what the model itself leaves.
+            # A draft model, which predicts several tokens, loads tensors that the model itself does not.
             slices, _ = _loaded_slices(config, draft, job.tensors, is_partial=True)
             loaded.update((name, slices[name]) for name in rest)
     except Exception as error:
@@ -103,10 +103,10 @@ def observe_rank(job: ObservationJob, config: Any, rank: int) -> JsonObject:
 def _loaded_slices(
     config: Any, model_config: Any, tensors: Sequence[tuple[str, str, Sequence[int]]], *, is_partial: bool = False
 ) -> tuple[dict[str, Slice], str]:
-    """What vLLM's class loads of each tensor, and its name.
+    """Return the slice that vLLM's class loads of each tensor, and the name of the class.
 
     Args:
-        is_partial: the checkpoint need not have all that the class has.
+        is_partial: True if the checkpoint may lack tensors that the class has.
     """
     from relayout.observe.tracing import LoadRecorder
 
@@ -118,7 +118,7 @@ def _loaded_slices(
 
 
 def build(config: Any, model_config: Any) -> Any:
-    """Build vLLM's class for a rank; its large parameters have no memory."""
+    """Build vLLM's class for a rank. Large parameters have no memory."""
     import torch
     from vllm.config import set_current_vllm_config
     from vllm.model_executor.model_loader.utils import initialize_model
@@ -146,15 +146,15 @@ def load(
     *,
     is_partial: bool = False,
 ) -> None:
-    """Let vLLM's loader load probes of a recorder into a model.
+    """Load probes of a recorder into a model with vLLM's own loader.
 
     Args:
         config: vLLM's configuration.
-        model_config: the part of it that the model was built by.
-        model: from `build`.
-        recorder: a `LoadRecorder` of the model.
-        tensors: (name, dtype, shape) of each.
-        is_partial: the checkpoint need not have all that the class has.
+        model_config: the part of `config` that the model was built from.
+        model: the result of `build`.
+        recorder: a `LoadRecorder` for the model.
+        tensors: (name, dtype, shape) of each tensor.
+        is_partial: True if the checkpoint may lack tensors that the class has.
     """
     import torch
     from vllm.config import set_current_vllm_config
@@ -180,11 +180,11 @@ def load(
 
 
 def draft_config(config: Any, method: str = "mtp") -> Any:
-    """The configuration of the draft model in the same checkpoint, which the engine's configuration then has too.
+    """Return the configuration of the draft model in the same checkpoint, and set it in the engine's configuration.
 
     Args:
         config: the engine's configuration.
-        method: vLLM's name for models of its kind.
+        method: vLLM's name for this kind of draft model.
     """
     from vllm.config import SpeculativeConfig
 
@@ -199,7 +199,7 @@ def draft_config(config: Any, method: str = "mtp") -> Any:
 
 
 def _draft_config_or_none(config: Any, names: Sequence[str]) -> Any:
-    """The configuration of the draft model that has tensors of these names; None: vLLM knows none."""
+    """Return the configuration of the draft model that has tensors of these names; None if vLLM has none."""
     is_dspark = any(".markov_head." in name for name in names)
     with contextlib.suppress(Exception):
         return draft_config(config, "dspark" if is_dspark else "mtp")

@@ -1,1 +1,1 @@
-"""`bench`: times loads of a checkpoint on this machine, by relayout and by other loaders."""
+"""`bench`: times loads of a checkpoint on this machine with relayout and with other loaders."""

@@ -33,7 +33,7 @@ if TYPE_CHECKING:
 
 commands = typer.Typer()
 GROUP = ""
-"""The group of the commands; empty: the command itself."""
+"""The group that the commands are added to; empty: the top level."""
 
 
 @commands.command(rich_help_panel="Inspect", epilog=examples("bench llama-3.1-8b-tp8", "bench /fast --size 4GB --tp 8"))
@@ -88,7 +88,7 @@ def _show_bench(out: Printing, result: Bench) -> None:
 
 
 def _made(out: Printing, path: str, size: str, tp: int | None, runs: int | None) -> Bench:
-    """Measure a checkpoint that is made for it, and deleted afterwards."""
+    """Measure a checkpoint that is created for this purpose and deleted afterwards."""
     from relayout.benchmark import measure
 
     with measure.made_checkpoint(path, size, tp, out.tell) as source:
@@ -100,7 +100,7 @@ def _made(out: Printing, path: str, size: str, tp: int | None, runs: int | None)
 def _measured(
     out: Printing, path: str, tp: int | None, against: str | None, runs: int | None, yes: bool | None
 ) -> Bench:
-    """Measure a checkpoint that is there."""
+    """Measure an existing checkpoint."""
     from relayout.benchmark import measure
 
     plan = measure.plan_bench(path, tp=tp, against=against, runs=runs)
@@ -109,7 +109,7 @@ def _measured(
 
 
 def may_drop_caches(num_files: int, nbytes: int) -> bool:
-    """Ask whether files may be dropped from the page cache; no if nobody can answer."""
+    """Ask for permission to drop files from the page cache; return False if stdin is not a terminal."""
     if not sys.stdin.isatty():
         return False
     question = (
@@ -123,7 +123,7 @@ def may_drop_caches(num_files: int, nbytes: int) -> bool:
 
 
 def shown(result: Bench) -> Iterator[Block]:
-    """Yield what the command prints: the verdict, then the figures."""
+    """Yield the output of the command: the verdict, then the figures."""
     yield Line(result.verdict)
     yield Listing(result.warnings, "warnings", "warning:")
     yield Listing(result.wrong, "loaders", "WRONG BYTES:", "bold red")
@@ -149,7 +149,7 @@ def shown(result: Bench) -> Iterator[Block]:
 
 
 def loads(groups: Iterable[RankLoads], drive: float | None) -> Table:
-    """The figures: the loaders of each group of loads, the fastest first."""
+    """Return the table of figures: the loaders of each group of loads, the fastest first."""
     from relayout.cli.render import of_numbers
 
     rows: list[Sequence[str]] = []
@@ -173,7 +173,7 @@ def loads(groups: Iterable[RankLoads], drive: float | None) -> Table:
 
 
 def failures(groups: Iterable[RankLoads]) -> Iterator[str]:
-    """A line for each loader that failed."""
+    """Yield a line for each loader that failed."""
     for group in groups:
         for timing in group.timings:
             if timing.failure is not None:

@@ -1,8 +1,8 @@
-"""The loaders, each with the best settings that its documentation names, and what each is asked to load.
+"""The measured loaders, each with the best settings in its documentation, and the definition of the job to load.
 
-Each returns what an engine needs: the rank's slices (or the whole model) on the job's device, contiguous, every byte in
-memory that stays the rank's own. Where a loader returns mapped files, or memory that it uses again, that needs a clone,
-which is timed. A view of a mapped file is no load: its bytes are read when they are used.
+Each loader returns what an engine needs: the rank's slices (or the whole model) on the job's device, contiguous, with
+every byte in memory that the rank keeps. If a loader returns mapped files, or memory that it reuses, the slices must be
+cloned, and that is timed. A view of a mapped file does not count as loaded: its bytes are read only when they are used.
 """
 
 from __future__ import annotations
@@ -29,46 +29,46 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class LoadJob:
-    """What to load."""
+    """The checkpoint, rank, device and limits of one load."""
 
     registry: str
-    """The module whose `LOADERS` has the loader."""
+    """Name of the module with the loader in its `LOADERS`."""
     loader: str
     source: str
-    """The plain checkpoint; "" if there is none."""
+    """The plain checkpoint; "" if it does not exist."""
     converted: str
-    """The converted folder of the same checkpoint; "" if there is none."""
+    """The converted folder of the same checkpoint; "" if it does not exist."""
     tp: int
     rank: int
     num_processes: int
-    """Ranks that load at once on this machine."""
+    """Number of ranks that load at once on this machine."""
     memory_nbytes: int
-    """Memory that a process may use for buffers: half of what was available, divided by the processes."""
+    """Bytes of memory that a process may use for buffers: half of the available memory, divided by the processes."""
     device: str = "cpu"
     within: Sequence[str] = ()
-    """Words before the command of its process, which then runs in a network of its own, for example."""
+    """Words before the command of the process, for example to run it in its own network namespace."""
 
     @property
     def shards(self) -> list[str]:
-        """Paths of the plain checkpoint's files; in an object store, their URLs."""
+        """Paths of the plain checkpoint's files, or URLs if it is in an object store."""
         return shards_of(self.source)
 
     @property
     def largest_nbytes(self) -> int:
-        """Bytes of the largest of them."""
+        """Bytes of the largest of the plain checkpoint's files."""
         return max(file.nbytes for file in _source(self.source).files)
 
     @property
     def whole(self) -> bool:
-        """Whether all of the model is wanted."""
+        """True if the whole model is to be loaded."""
         return self.tp == 1
 
     def slice(self, name: str) -> Slice:
-        """The part of a tensor that the rank holds."""
+        """Return the slice of a tensor that the rank holds."""
         return WHOLE if self.whole else _plan(self.source, self.tp)[name][self.rank]
 
     def part(self, name: str, tensor: torch.Tensor) -> torch.Tensor:
-        """The rank's part of a whole tensor; a view of it, except where the part has several ranges."""
+        """Return the rank's part of a whole tensor: a view, or a copy if the part has several ranges."""
         import torch
 
         for axis, ranges in self.slice(name).by_axis or ():
@@ -77,25 +77,25 @@ class LoadJob:
         return tensor
 
     def copy(self, name: str, tensor: torch.Tensor) -> torch.Tensor:
-        """The rank's part of a whole tensor, contiguous, in its own memory."""
+        """Return the rank's part of a whole tensor, contiguous, in its own memory."""
         import torch
 
         return self.part(name, tensor).clone(memory_format=torch.contiguous_format)
 
     def owned(self, name: str, tensor: torch.Tensor) -> torch.Tensor:
-        """The rank's part of a whole tensor that the loader does not use again.
+        """Return the rank's part of a whole tensor that the loader does not reuse.
 
-        A whole model is kept as it is. A part is copied: a view would keep the whole tensor in memory.
+        For a whole model, the tensor is unchanged. A part is copied: a view would keep the whole tensor in memory.
         """
         return tensor if self.whole else self.copy(name, tensor)
 
     def slices(self, shard: str) -> Iterator[tuple[str, torch.Tensor]]:
-        """The rank's slices of a shard, by safe_open and get_slice, each contiguous in its own memory."""
+        """Yield the rank's slices of a shard, read with safe_open and get_slice, each contiguous in its own memory."""
         import torch
         from safetensors import safe_open
 
         with safe_open(shard, framework="pt", device=self.device) as opened:
-            for name in opened.keys():  # noqa: SIM118 (it is no mapping)
+            for name in opened.keys():  # noqa: SIM118 (it is not a mapping)
                 part, stored = self.slice(name), opened.get_slice(name)
                 if part.is_whole:
                     tensor = opened.get_tensor(name)
@@ -103,44 +103,44 @@ class LoadJob:
                     before, ranges = (slice(None),) * part.axis, part.ranges or ((0, 0),)
                     pieces = [stored[(*before, slice(start, start + length))] for start, length in ranges]
                     tensor = pieces[0] if len(pieces) == 1 else torch.cat(pieces, part.axis)
-                # On the CPU it is a view of the mapped file, on another device it has come to stay.
+                # On the CPU the tensor is a view of the mapped file. On other devices it has its own memory.
                 on_cpu = self.device == "cpu"
                 yield name, tensor.clone(memory_format=torch.contiguous_format) if on_cpu else tensor.contiguous()
 
 
 @dataclass(frozen=True)
 class Loader:
-    """A way to load a rank."""
+    """One of the measured loaders."""
 
     load: Callable[[Any], Tensors]
-    """Takes a `LoadJob`. Returns the rank's slices, contiguous, in memory that stays theirs."""
+    """Loads a `LoadJob`; returns the rank's slices, contiguous, in memory that the loader does not reuse."""
     title: str
     family: str
-    """The name of its project; of several loaders of a family, the fastest counts."""
+    """Name of the loader's project. For each family, only the fastest loader counts."""
     package: str = ""
-    """What pip installs it by; empty: an extra of relayout, which no index has."""
+    """Name for pip install. Empty: it comes with an extra of relayout, which is in no package index."""
     modules: tuple[str, ...] = ()
-    """Imported before the clock starts; without the first, the loader is not installed."""
+    """Modules that are imported before timing starts. If the first one is missing, the loader is not installed."""
     environment: Mapping[str, str] = field(default_factory=dict)
-    """Settings that it reads from the environment."""
+    """Settings of the loader in environment variables."""
     devices: tuple[str, ...] = ("cpu", "cuda")
-    """Kinds of devices that it loads to."""
+    """Kinds of devices that it can load to."""
     group: bool = False
-    """Whether its ranks load through a process group of torch; measured only with all ranks at once."""
+    """True if its ranks load through a process group of torch. It is then measured only with all ranks at once."""
     needs: Callable[[], bool] = lambda: True
-    """Whether the installed version can do this."""
+    """Returns True if the installed version supports this loader."""
     reads_converted: bool = False
-    """Whether it reads the converted folder, and not the plain one."""
+    """True if it reads the converted folder instead of the plain one."""
 
     def absence(self) -> str | None:
-        """The reason that it cannot be measured, or None."""
+        """Return the reason why it cannot be measured, or None."""
         if self.modules and util.find_spec(self.modules[0].partition(".")[0]) is None:
             how = f"pip install {self.package}" if self.package else how_to_install("torch")
             return f"not installed ({how})"
         return None if self.needs() else "not in the installed version"
 
     def describe(self) -> dict[str, Any]:
-        """What it is and its settings, as results tell them."""
+        """Return its title, family, settings and description, for the results."""
         text = " ".join((getattr(self.load, "func", self.load).__doc__ or "").split())
         return {"title": self.title, "family": self.family, "environment": dict(self.environment), "what": text}
 
@@ -152,42 +152,42 @@ def _source(source: str) -> SourceCheckpoint:
 
 @lru_cache(maxsize=1)
 def _plan(source: str, tp: int) -> dict[str, tuple[Slice, ...]]:
-    """The slice of each rank, by the name of the tensor."""
+    """Return the slice of each rank, by the name of the tensor."""
     checkpoint = _source(source)
     plan = plan_for(checkpoint, tp) if tp > 1 else plan_by(checkpoint, 1, None)
     return {tensor.name: plan.cut(t).slices for t, tensor in enumerate(checkpoint.tensors)}
 
 
 def plan_rank(job: LoadJob) -> None:
-    """Read headers and make the plan before the clock starts: engines know both from classes and configuration."""
+    """Read headers and create the plan before timing starts, as engines have both from classes and configuration."""
     if job.source:
         _plan(job.source, job.tp)
 
 
 def shards_of(source: str) -> list[str]:
-    """Paths or URLs of the weight files of a plain checkpoint."""
+    """Return paths or URLs of the weight files of a plain checkpoint."""
     store = _source(source).folder
     return [str(store.path(file.name) or store.location(file.name)) for file in _source(source).files]
 
 
 def relayout(job: LoadJob, backend: str = "auto") -> Tensors:
-    """relayout.load of the converted folder. Tensors are views of one allocation, which the caller keeps: no clone."""
+    """Load the converted folder with relayout.load. Tensors are views of one allocation, so no clone is needed."""
     from relayout.loader.api import load
 
     return load(job.converted, job.rank, tp=job.tp, device=job.device, backend=backend)
 
 
 def relayout_plain(job: LoadJob) -> Tensors:
-    """relayout.load of the plain checkpoint, which slices it while it loads."""
+    """Load the plain checkpoint with relayout.load, which slices it during the load."""
     from relayout.loader.api import load
 
     with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # It warns that a converted folder is faster.
+        warnings.simplefilter("ignore")  # The warning is that a converted folder is faster.
         return load(job.source, job.rank, tp=job.tp, device=job.device)
 
 
 def load_file(job: LoadJob) -> Tensors:
-    """safetensors.torch.load_file, shard by shard. On the CPU it maps the file, so every tensor is cloned."""
+    """Use safetensors.torch.load_file, shard by shard. On the CPU it maps the file, so every tensor is cloned."""
     from safetensors.torch import load_file
 
     take = job.copy if job.device == "cpu" else job.owned
@@ -196,17 +196,17 @@ def load_file(job: LoadJob) -> Tensors:
 
 
 def get_slice(job: LoadJob) -> Tensors:
-    """safe_open and get_slice, shard by shard. On the CPU slices are views of the mapped file, so each is cloned."""
+    """Use safe_open and get_slice, shard by shard. On the CPU slices are views of the mapped file, and are cloned."""
     return {name: tensor for shard in job.shards for name, tensor in job.slices(shard)}
 
 
 def fastsafetensors(job: LoadJob, nogds: bool = True) -> Tensors:
-    """fastsafetensors: fastsafe_open for a whole model, ParallelLoader for a rank's slices.
+    """Use fastsafetensors: fastsafe_open for a whole model, ParallelLoader for a rank's slices.
 
-    A whole model all shards at once: tensors own their memory, nothing is cloned. Slices with borrowed tensors, which
-    it documents for copying: one shard after another, while the next is read; serially where ranks share the memory of
-    the host, to use less of it. Each slice is cloned once. nogds=False is GPUDirect Storage if there is cuFile; without
-    it, the same as nogds=True.
+    A whole model is loaded from all shards at once: tensors own their memory, and nothing is cloned. Slices are loaded
+    with borrowed tensors, which its documentation describes for copying: one shard after another, while the next one
+    is read. If ranks share the host's memory, the next one is not read ahead, to save memory. Each slice is cloned
+    once. nogds=False uses GPUDirect Storage if cuFile is installed; otherwise it is the same as nogds=True.
     """
     from fastsafetensors import ParallelLoader, fastsafe_open
 
@@ -230,13 +230,13 @@ def fastsafetensors(job: LoadJob, nogds: bool = True) -> Tensors:
 
 
 def runai(job: LoadJob) -> Tensors:
-    """Run:ai Model Streamer: since 0.17 direct reads by io_uring, 512 in flight.
+    """Use Run:ai Model Streamer: since 0.17, direct reads by io_uring, 512 in flight.
 
-    A whole model with owned=True, the default: the caller keeps the tensors, nothing is cloned. A rank's slices with
-    owned=False, which uses its buffers again; each slice is cloned. Where ranks share the machine, the buffers are
-    limited to half of its memory, or to the least possible if that is not enough (RUNAI_STREAMER_MEMORY_LIMIT), and
-    reads in flight are shared as in its distributed mode (RUNAI_STREAMER_PROCESS_GROUP_SIZE). On a GPU its tensors are
-    brought there by `.to`, as its documentation shows.
+    A whole model is loaded with owned=True, the default: the caller keeps the tensors, and nothing is cloned. A rank's
+    slices are loaded with owned=False, which reuses its buffers, so each slice is cloned. If several ranks load on this
+    machine, the buffers are limited to half of its memory, or to the smallest possible size if that is not enough
+    (RUNAI_STREAMER_MEMORY_LIMIT), and reads in flight are shared as in its distributed mode
+    (RUNAI_STREAMER_PROCESS_GROUP_SIZE). Tensors are moved to a GPU with `.to`, as in its documentation.
     """
     from runai_model_streamer import SafetensorsStreamer
 

@@ -1,4 +1,4 @@
-"""This machine: the page cache and memory, which a measurement controls; hardware, load and drive, which it reports."""
+"""This machine: control of page cache and memory for measurements; facts about hardware, load and drive for results."""
 
 from __future__ import annotations
 
@@ -21,25 +21,25 @@ from relayout.storage.local.store import refuses_direct
 from relayout.storage.system import filesystem_of, proc_nbytes, resident_nbytes
 
 _COLD_SHARE, _WARM_SHARE = 0.001, 0.99
-"""A file set is cold with at most this share of its bytes in the page cache, and warm with at least this share."""
+"""Largest share of bytes in the page cache for a cold set of files, and smallest share for a warm set."""
 _READ_NBYTES = 16 * 2**20
 _DIRECT_NBYTES, _DIRECT_THREADS = 8 * 2**20, 8
-"""Bytes of a direct request, and how many are in flight, when the drive's limit is measured."""
+"""Bytes of a direct request, and number of requests in flight, for the measurement of the drive's limit."""
 _DIRECT_SECONDS, _MAX_DIRECT_NBYTES = 3.0, 8 * 10**9
-"""The measurement of the limit ends after this time or this many bytes."""
+"""Limits of that measurement: it ends after this time (seconds) or this many bytes."""
 
 
 class NotPrepared(Exception):
-    """The page cache is not in the state that a measurement needs."""
+    """Raised if the page cache is not in the state that a measurement needs."""
 
 
 def total_nbytes(files: Iterable[Path]) -> int:
-    """Bytes of files."""
+    """Return the total size of files, in bytes."""
     return sum(path.stat().st_size for path in files)
 
 
 def resident_share(files: Sequence[Path]) -> float | None:
-    """The share of the files' bytes that is in the page cache; None if the system does not report it."""
+    """Return the share of the files' bytes in the page cache; None if the system does not report it."""
     resident = 0
     for path in files:
         with path.open("rb") as file:
@@ -51,9 +51,9 @@ def resident_share(files: Sequence[Path]) -> float | None:
 
 
 def forget(files: Iterable[Path]) -> None:
-    """Drop the files' pages from the page cache. Pages that are dirty, or mapped by a process, may stay.
+    """Drop the files' pages from the page cache. Pages that are dirty, or mapped by a process, may remain.
 
-    On macOS, which has no call for it, all stay.
+    On macOS, which has no system call for this, all pages remain.
     """
     for path in files if hasattr(os, "posix_fadvise") else ():
         with path.open("rb") as file:
@@ -63,7 +63,7 @@ def forget(files: Iterable[Path]) -> None:
 
 
 def remember(files: Iterable[Path]) -> None:
-    """Read the files into the page cache."""
+    """Read the files, so that they are in the page cache."""
     buffer = bytearray(_READ_NBYTES)
     for path in files:
         with path.open("rb", buffering=0) as file:
@@ -72,12 +72,12 @@ def remember(files: Iterable[Path]) -> None:
 
 
 def prepare(to_read: Sequence[Path], to_forget: Sequence[Path], *, cold: bool, needed_nbytes: int) -> None:
-    """Make the page cache cold or warm, and check that it is. Another process may need memory at any moment.
+    """Make the page cache cold or warm, and check it, because other processes may need memory at any moment.
 
     Args:
         to_read: the files that the loader reads. Warm: all of their bytes are in the page cache.
-        to_forget: all files of the measurement. Cold: no byte of them is in the page cache.
-        needed_nbytes: memory that the loader will need, see `touch_memory`.
+        to_forget: all files of the measurement. Cold: none of their bytes are in the page cache.
+        needed_nbytes: bytes of memory that the loader will need, see `touch_memory`.
     """
     share: float | None = None
     for _ in range(3):
@@ -95,10 +95,10 @@ def prepare(to_read: Sequence[Path], to_forget: Sequence[Path], *, cold: bool, n
 
 
 def touch_memory(nbytes: int) -> None:
-    """Write to free memory and free it again, so that the measured process gets it at the same price as all others.
+    """Write to free memory and free it again, so that each measured process gets memory at the same cost.
 
-    A virtual machine that returned free memory to its host pays in host page faults to get it back. Without this, a
-    process that runs after another has freed memory is faster. Memory of the page cache is not touched.
+    A virtual machine that returned free memory to its host gets it back by host page faults, which are slow. Without
+    this call, a process would be faster if another process had freed memory before. The page cache is not touched.
     """
     nbytes = min(nbytes, (proc_nbytes("meminfo", "MemFree") or 0) * 8 // 10)
     with mmap.mmap(-1, max(nbytes, mmap.PAGESIZE), flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS) as memory:
@@ -109,12 +109,12 @@ def touch_memory(nbytes: int) -> None:
 
 
 def num_cpus() -> int:
-    """Processors that this process may use."""
+    """Return the number of processors that this process may use."""
     return len(os.sched_getaffinity(0))
 
 
 def cpu_seconds() -> tuple[float, int]:
-    """Seconds that all processors of the machine were busy since it started, and how many there are.
+    """Return the busy seconds of all processors of the machine since it started, and the number of processors.
 
     Time that the host of a virtual machine took ("steal") counts as busy.
     """
@@ -126,7 +126,7 @@ def cpu_seconds() -> tuple[float, int]:
 
 @dataclass(frozen=True, slots=True)
 class Machine:
-    """What was measured on; no names of hosts, no paths."""
+    """The hardware and system of a measurement, without host names and paths."""
 
     cpu: str
     num_cpus: int
@@ -135,13 +135,13 @@ class Machine:
     python: str
     file_system: str
     drive: str | None
-    """The drive's model, else its kind, such as "vda"; None: not on one block device."""
+    """Model of the drive, or else its device name, such as "vda". None: not on a single block device."""
     load_average: float
-    """The average of the last minute, before the first measurement."""
+    """Load average of the last minute, before the first measurement."""
 
 
 def describe(folder: Path) -> Machine:
-    """The machine now, and the drive that a folder is on."""
+    """Return a description of the machine now, and of the drive that a folder is on."""
     cpu = re.search(r"model name\s*: (.*)", Path("/proc/cpuinfo").read_text())
     return Machine(
         cpu=cpu[1] if cpu else platform.processor() or platform.machine(),
@@ -156,7 +156,7 @@ def describe(folder: Path) -> Machine:
 
 
 def drive_of(folder: Path) -> str | None:
-    """The model of the drive that a folder is on, else its kind, such as "vda"; None: not on one block device."""
+    """Return the model of a folder's drive, or else its device name, such as "vda"; None: not a single block device."""
     device_id = folder.stat().st_dev
     device = Path(f"/sys/dev/block/{os.major(device_id)}:{os.minor(device_id)}")
     if not device.exists():
@@ -169,9 +169,9 @@ def drive_of(folder: Path) -> str | None:
 
 
 def direct_gb_per_s(files: Sequence[Path]) -> float | None:
-    """GB/s (10^9 bytes) of direct reads of the files; None if their file system refuses direct reads.
+    """Return the speed of direct reads of the files, in GB/s (10^9 bytes); None if direct reads are not supported.
 
-    Reads past the page cache, and leaves it as it is.
+    The reads bypass the page cache and do not change it.
     """
     files = [path for path in files if path.stat().st_size >= BLOCK]
     if not files or refuses_direct(files[0]) is not None:
@@ -183,7 +183,7 @@ def direct_gb_per_s(files: Sequence[Path]) -> float | None:
         if time.monotonic() - started > _DIRECT_SECONDS:
             return 0
         if not hasattr(own, "buffer"):
-            # In huge pages: in small ones drives split a request into many, and deliver less.
+            # Huge pages: with small pages, drives split a request into many small ones, and are slower.
             own.buffer = mmap.mmap(-1, _DIRECT_NBYTES, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
             own.buffer.madvise(mmap.MADV_HUGEPAGE)
         file = os.open(request[0], os.O_RDONLY | os.O_DIRECT)

@@ -1,7 +1,7 @@
-"""`bench`: plans the measurements of a checkpoint, carries them out, and sums them up.
+"""`bench`: plans the measurements of a checkpoint, carries them out, and summarizes them.
 
-The checkpoint is there already, or it is made for this: of Llama-3.1-8B's names and shapes, with bytes that depend on
-their position.
+The checkpoint exists already, or it is created for this purpose: it then has the names and shapes of Llama-3.1-8B, and
+bytes that depend on their position.
 """
 
 from __future__ import annotations
@@ -40,17 +40,17 @@ from relayout.storage.stores import find_store
 
 _MADE_TP = 4
 _MAX_RANKS = 64
-"""The highest degree of a converted folder that is looked for beside the plain one."""
+"""Highest degree of a converted folder that is searched for next to the plain one."""
 _LOAD_SECONDS, _GB_PER_S = 4.0, 1.0
-"""What the estimate assumes that a process takes beside its load, and about how fast bytes come."""
+"""Assumptions for the estimate: seconds per process in addition to its load, and the approximate read speed."""
 
 _BUDGET_SECONDS = 120.0
-"""What is measured if no number of runs is asked for ends after about this time."""
+"""Approximate limit of the measurement, in seconds, if the caller does not set a number of runs."""
 _RUNS = 3
-"""Runs of each loader, if none are asked for and as far as time allows."""
+"""Runs of each loader if the caller does not set a number and time allows."""
 
 LAYER_NBYTES, EMBEDDING_NBYTES = 436_224_000, 2_101_355_000
-"""Bytes of the tensors of a layer, and of embedding and head."""
+"""Bytes of the tensors of one layer, and of embedding and head together."""
 POOL_NBYTES = 64 * 2**20 + 4093  # Not a multiple of a page, so that no two layers hold the same bytes.
 VOCAB_SIZE = 128256
 _CONFIG = {
@@ -77,11 +77,11 @@ _LAYER = {
 }
 
 Tensor = tuple[str, str, tuple[int, ...]]
-"""Name, dtype, shape."""
+"""Name, dtype, and shape of a tensor."""
 
 
 class Counted:
-    """Counts loads, tells of each with the time that is left, and says when the time is over."""
+    """Counts loads, reports each one with the remaining time, and measures the time budget."""
 
     def __init__(self, total: int, budget: float | None, tell: Tell) -> None:
         self.total, self.done = total, 0
@@ -96,7 +96,7 @@ class Counted:
         self._tell(f"{self.done}/{self.total} {line}; about {_duration(left)} left")
 
     def is_over(self, share: float = 1.0) -> bool:
-        """Whether this share of the time has passed."""
+        """Return True if this share of the time budget has passed."""
         return self._budget is not None and time.monotonic() - self._started > share * self._budget
 
 
@@ -106,7 +106,7 @@ def _duration(seconds: float) -> str:
 
 @dataclass(frozen=True, slots=True, repr=False)
 class Bench(Result):
-    """What `bench` measured."""
+    """Result of `bench`."""
 
     source: str | None
     converted: str | None
@@ -114,26 +114,26 @@ class Bench(Result):
     runs: int
     machine: Machine
     drive_gb_per_s: float | None
-    """GB/s (10^9 bytes) of direct reads, the median; None if the file system refuses them."""
+    """Median speed of direct reads, in GB/s (10^9 bytes). None: the file system does not support them."""
     loads: tuple[RankLoads, ...]
-    """One rank and all ranks at once, cold and warm, where that was possible."""
+    """Results for one rank and for all ranks at once, cold and warm, if they were possible."""
     left_out: tuple[str, ...]
-    """What was not measured, and why."""
+    """Measurements that were left out, each with the reason."""
     warnings: tuple[str, ...]
-    """Why the figures should not be trusted."""
+    """Reasons why the figures are not reliable."""
     wrong: tuple[str, ...]
-    """Loaders whose bytes differ from the others', and where."""
+    """Loaders with wrong bytes, and the loads in which these were found."""
     verdict: str
 
 
 @dataclass(frozen=True, slots=True)
 class BenchPlan:
-    """A planned benchmark."""
+    """A planned benchmark, ready to run."""
 
     folders: Folders
     runs: int
     budget: float | None
-    """Seconds after which nothing more is begun that could be left out; None: everything is measured."""
+    """Time budget in seconds, after which optional measurements are left out. None: everything is measured."""
     loaders: dict[str, Loader]
     left_out: tuple[str, ...]
 
@@ -149,13 +149,13 @@ class BenchPlan:
         tell: Tell = lambda line: None,
         partly: Callable[[Bench], None] = lambda result: None,
     ) -> Bench:
-        """Measure. Reads only.
+        """Carry out the measurements. Files are only read.
 
         Args:
-            drop_caches: drop these files, and no others, from the page cache before each cold load. Other processes
-                that use them will wait for the drive. False: cold loads are not measured.
+            drop_caches: drop the checkpoint's files, and no others, from the page cache before each cold load. Other
+                processes that use them will wait for the drive. False: cold loads are not measured.
             tell: called with a line of text after each load.
-            partly: called with what was measured by then, if an exception, such as that of a signal, ends it.
+            partly: called with the results so far if an exception ends the measurement, such as one raised by a signal.
 
         Raises:
             FormatError, PlanError, OSError: the checkpoint cannot be read.
@@ -182,7 +182,7 @@ class BenchPlan:
         return self._result(about, found)
 
     def _groups(self, states: Sequence[str]) -> list[RankGroup]:
-        """What is loaded, in order: one rank and all at once, in each state of the page cache."""
+        """Return the groups of loads, in order: one rank and all at once, in each state of the page cache."""
         folders, tp = self.folders, self.folders.tp
         manifest = folders.manifest
         is_of_degree = manifest is not None and manifest.num_ranks == tp
@@ -191,7 +191,7 @@ class BenchPlan:
         return [RankGroup(folders, self.loaders, ranks, state, expected) for state in states for ranks in together]
 
     def _measure(self, group: RankGroup, found: Found, counted: Counted, share: float) -> None:
-        """Measure a group, or say why not; it may take until this share of the time has passed."""
+        """Measure a group until this share of the time budget is used, or append the reason for leaving it out."""
         why = group.too_large()
         if why is None and counted.is_over() and found.loads:
             why = f"{group.title}, {group.state}: the time is over (--runs {self.runs} measures everything)"
@@ -222,7 +222,7 @@ class BenchPlan:
         )
 
     def _estimate(self, loads: int, num_states: int) -> str:
-        """How many loads there will be, and roughly how long they take on an idle machine."""
+        """Return a line with the number of loads, and their approximate time on an idle machine."""
         nbytes = len(self.loaders) * self.runs * num_states * 2 * self.droppable_nbytes
         seconds = loads * _LOAD_SECONDS * (1 + self.folders.tp / num_cpus() / 2) + nbytes / _GB_PER_S / 1e9
         if self.budget is not None and seconds > self.budget:
@@ -233,11 +233,11 @@ class BenchPlan:
 
 @dataclass(frozen=True, slots=True)
 class Found:
-    """What is known while a benchmark runs."""
+    """Results collected while a benchmark runs."""
 
     left_out: list[str]
     limits: list[float]
-    """GB/s of direct reads."""
+    """Measured speeds of direct reads, in GB/s."""
     loads: list[RankLoads]
 
 
@@ -253,15 +253,15 @@ def plan_bench(
     Args:
         path: a converted folder, or a plain checkpoint, on a local file system.
         tp: the tensor-parallel degree. Default: that of the converted folder.
-        against: the same checkpoint, plain if `path` is converted, else converted. Default: the folder beside it that
-            `convert` would write, or would have read.
-        runs: loads by each loader; medians count. Default: 3, or fewer as far as they would take over 2 minutes, and
-            then what comes last is left out.
+        against: the same checkpoint, plain if `path` is converted, otherwise converted. Default: the folder next to
+            `path` that `convert` would write, or would have read.
+        runs: number of loads by each loader, for medians. Default: 3, or fewer if these would take more than 2 minutes;
+            the last measurements may then be left out.
 
     Raises:
         FormatError: a file is damaged.
-        PlanError: the folders are of different checkpoints, or not local; there is no plan for the checkpoint; or torch
-            is not installed.
+        PlanError: the folders belong to different checkpoints, or are not local; or no plan for the checkpoint exists;
+            or torch is not installed.
     """
     budget, runs = (_BUDGET_SECONDS, _RUNS) if runs is None else (None, at_least_one(runs, "runs"))
     tp = None if tp is None else at_least_one(tp, "tp")
@@ -272,7 +272,7 @@ def plan_bench(
         plan_for(read_source(find_store(folders.source)), folders.tp)
     loaders, left_out = {}, []
     for name, loader in LOADERS.items():
-        # A part is taken by get_slice, a whole model by load_file.
+        # A part of a model is loaded by get_slice, and a whole model by load_file.
         if name == ("get_slice" if folders.tp == 1 else "load_file"):
             continue
         if loader.reads_converted:
@@ -290,10 +290,13 @@ def plan_bench(
 def made_checkpoint(
     folder: str | os.PathLike[str], nbytes: int | str, tp: int | None = None, tell: Tell = lambda line: None
 ) -> Iterator[Path]:
-    """A checkpoint of Llama-3.1-8B shapes of about `nbytes`, and its conversion, in a temporary folder below `folder`.
+    """Write a checkpoint of Llama-3.1-8B shapes of about `nbytes`, and its conversion, in a temporary folder.
+
+    Args:
+        folder: the temporary folder is created inside this folder.
 
     Yields:
-        The plain folder, with the converted one beside it. Both are deleted when the block ends.
+        The plain folder, with the converted one next to it. Both are deleted when the block ends.
     """
     parent, wanted = Path(folder), size(nbytes, "size")
     tp = _MADE_TP if tp is None else integer(tp, "tp")
@@ -315,12 +318,12 @@ def made_checkpoint(
 
 
 def layers_of(nbytes: float) -> int:
-    """How many layers make a checkpoint of about so many bytes."""
+    """Return the number of layers of a checkpoint of about this many bytes."""
     return max(1, round((nbytes - EMBEDDING_NBYTES) / LAYER_NBYTES))
 
 
 def write_llama(folder: Path, num_layers: int, shard_nbytes: int = 5 * 10**9, vocab_size: int = VOCAB_SIZE) -> int:
-    """Write a Llama-3.1-8B-shaped checkpoint; returns the bytes of its tensors (5.6 GB at 8 layers)."""
+    """Write a Llama-3.1-8B-shaped checkpoint; return the bytes of its tensors (5.6 GB at 8 layers)."""
 
     def tensors() -> Iterator[Tensor]:
         yield "lm_head.weight", "BF16", (vocab_size, 4096)
@@ -338,10 +341,10 @@ def write_llama(folder: Path, num_layers: int, shard_nbytes: int = 5 * 10**9, vo
 def write_checkpoint(
     folder: Path, tensors: Iterable[Tensor], config: Mapping[str, object], shard_nbytes: int, pool: bytes = b""
 ) -> int:
-    """Write a checkpoint of some shards; returns the bytes of its tensors.
+    """Write a checkpoint with one or more shards; return the bytes of its tensors.
 
     Args:
-        pool: what the tensors' bytes are taken from, over and over. Empty: they are holes.
+        pool: bytes that are repeated to fill the tensors. Empty: the tensors are holes.
     """
     folder.mkdir(parents=True)
     shards: list[list[TensorEntry]] = [[]]
@@ -390,7 +393,7 @@ def _find_folders(path: str | os.PathLike[str], tp: int | None, against: str | o
         return folders
     if folders.source is not None:
         nbytes = read_source(find_store(folders.source)).nbytes
-        if manifest.source_nbytes != nbytes:  # The loads then compare all bytes.
+        if manifest.source_nbytes != nbytes:  # If the sizes are equal, the loads will compare all bytes.
             what = f"was converted from {manifest.source_nbytes} bytes of tensors, {folders.source} has {nbytes}"
             raise PlanError(what, path=folders.converted, code="option")
     if folders.converted is not None:
@@ -405,14 +408,14 @@ def _source_beside(converted: Path) -> Path | None:
 
 
 def _converted_beside(source: Path, tp: int | None) -> Path | None:
-    """The folder that `convert` writes by default; with no degree, the one of the highest degree."""
+    """Return the folder that `convert` writes by default. Without a degree: the existing one of the highest degree."""
     degrees = range(_MAX_RANKS, 0, -1) if tp is None else [tp]
     folders = (Path(default_output(source, degree)) for degree in degrees)
     return next((folder for folder in folders if (folder / MANIFEST_NAME).exists()), None)
 
 
 def expected_digests(converted: str | os.PathLike[str]) -> list[str]:
-    """Digest of each rank's tensors, by the tables of a converted folder or prefix."""
+    """Return the digest of each rank's tensors, from the tables of a converted folder or prefix."""
     store = find_store(converted)
     manifest = read_manifest(store)
     tables = [read_table(store, manifest, rank) for rank in range(manifest.num_ranks)]

@@ -1,8 +1,8 @@
-"""Runs loaders in turns, each load in fresh processes: one for each rank, all started together and watched.
+"""Runs loaders in turns, each load in fresh processes: one per rank, all started together and monitored.
 
-Such a process is `python -m` this module, with a job as its argument. It says "ready", waits for a line, loads, answers
-with what it measured, waits for a line, and answers with the digest of all bytes. No process computes a digest while
-another still loads.
+Such a process is `python -m` this module, with a job as its argument. It writes "ready", waits for a line, loads,
+writes its measurements, waits for a line, and writes the digest of all bytes. All processes have finished loading
+before any process computes a digest.
 """
 
 from __future__ import annotations
@@ -37,31 +37,31 @@ from relayout.storage.system import available_nbytes, peak_nbytes, proc_nbytes
 if TYPE_CHECKING:
     import torch
 
-# Settings in the environment must not change the result.
+# Settings in the caller's environment must not change the result.
 _SETTINGS = re.compile("RUNAI_|FASTSAFETENSORS_|INSTANTTENSOR_|SAFETENSORS_|RELAYOUT_|OMP_|MKL_|GLOO_|NCCL_")
 _TORCHRUN = re.compile("(LOCAL_|GROUP_)?(RANK|WORLD_SIZE)$|MASTER_(ADDR|PORT)$")
 
 _LEAST_RUNS = 2
-"""Runs of each loader: one shows no spread."""
+"""Smallest number of runs of each loader: a single run has no spread."""
 _PROCESS_NBYTES = 400 * 10**6
-"""Memory of a process without tensors: Python and torch."""
+"""Memory of a process without tensors, in bytes: Python and torch."""
 
 Tell = Callable[[str], None]
 Running = tuple[Child, IO[bytes]]
-"""A process, and the file with its messages."""
+"""A process, and the file that contains its messages."""
 
 
 class Died(Exception):
-    """A loader did not finish."""
+    """Raised if a loader did not finish."""
 
 
 def load_together(jobs: Sequence[LoadJob], loader: Loader, ready: Callable[[], None], *, limit: float) -> Measured:
     """Load the jobs' ranks at once, each in a fresh process.
 
     Args:
-        jobs: one for each rank.
+        jobs: one job for each rank.
         ready: called when all processes are ready, just before they load.
-        limit: seconds that a step may take.
+        limit: seconds that each step may take.
     """
     kills = _oom_kills()
     with contextlib.ExitStack() as stack:
@@ -99,7 +99,7 @@ def load_together(jobs: Sequence[LoadJob], loader: Loader, ready: Callable[[], N
 
 def _environment(loader: Loader, rank: int, count: int, port: int) -> Mapping[str, str]:
     kept = {key: value for key, value in os.environ.items() if not _SETTINGS.match(key) and not _TORCHRUN.match(key)}
-    if count > 1:  # As torchrun does, except for the threads, of which it allows one on any number of processors.
+    if count > 1:  # As in torchrun, except for the number of threads: torchrun sets it to 1 on any machine.
         kept |= {"RANK": str(rank), "WORLD_SIZE": str(count), "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
         kept |= {"LOCAL_RANK": str(rank), "LOCAL_WORLD_SIZE": str(count)}
         kept |= {"OMP_NUM_THREADS": str(max(1, num_cpus() // count))}
@@ -116,7 +116,7 @@ def _free_port() -> int:
 
 
 def _start(job: LoadJob, environment: Mapping[str, str], errors: IO[bytes]) -> Child:
-    """A process that gets ready to load; its messages go to a file."""
+    """Start a process that prepares to load; its messages are written to a file."""
     argument, streams = json.dumps(dataclasses.asdict(job)), {"stdin": PIPE, "stdout": PIPE, "stderr": errors}
     return start_child(
         "relayout.benchmark.run", argument, environment=environment, within=job.within, **streams, bufsize=0
@@ -132,15 +132,15 @@ def _end(process: Child) -> None:
 
 
 def _tell(running: Sequence[Running]) -> None:
-    """Let each process take its next step."""
+    """Let each process continue with its next step."""
     for process, _ in running:
         assert process.stdin
-        with contextlib.suppress(BrokenPipeError):  # If it has ended, waiting for its answer reports that.
+        with contextlib.suppress(BrokenPipeError):  # If the process has ended, `_lines` reports that.
             process.stdin.write(b"go\n")
 
 
 def _lines(running: Sequence[Running], limit: float, kills: int) -> list[bytes]:
-    """Wait for the next line of each process."""
+    """Wait for the next line of each process, and return the lines."""
     deadline = time.monotonic() + limit
     lines: dict[int, bytes] = {}
     waiting: dict[IO[bytes] | None, int] = {process.stdout: rank for rank, (process, _) in enumerate(running)}
@@ -168,14 +168,14 @@ def _death(process: Child, errors: IO[bytes], kills: int) -> Died:
 
 
 def _oom_kills() -> int:
-    """How many processes the kernel has killed for memory since it started."""
+    """Return the number of processes that the kernel has killed for lack of memory since it started."""
     match = re.search(r"^oom_kill (\d+)", Path("/proc/vmstat").read_text(), re.MULTILINE)
     return int(match[1]) if match else 0
 
 
 @dataclass(frozen=True, slots=True)
 class Folders:
-    """The checkpoint to be measured, plain and converted. At least one of the two exists."""
+    """The checkpoint to measure, plain and converted. At least one of the two exists."""
 
     source: Path | None
     converted: Path | None
@@ -188,11 +188,11 @@ class Folders:
 
     @property
     def manifest(self) -> Manifest | None:
-        """The manifest of the converted folder."""
+        """The manifest of the converted folder, or None."""
         return None if self.converted is None else read_manifest(find_store(self.converted))
 
     def rank_files(self, ranks: Sequence[int]) -> list[Path]:
-        """Files of these ranks in the converted folder; all files if it has another degree."""
+        """Return the files of these ranks in the converted folder; all files if it has another degree."""
         manifest = self.manifest
         if self.converted is None or manifest is None:
             return []
@@ -202,30 +202,30 @@ class Folders:
 
     @property
     def every_file(self) -> list[Path]:
-        """All weight files."""
+        """All weight files of both folders."""
         return [*self.source_files, *self.rank_files(range(self.tp))]
 
 
 @dataclass(frozen=True, slots=True)
 class RankGroup:
-    """Ranks that several loaders load from one state of the page cache."""
+    """A set of ranks that several loaders load at once, from one state of the page cache."""
 
     folders: Folders
     loaders: dict[str, Loader]
     ranks: Sequence[int]
     state: str
     expected: Sequence[str] | None
-    """Digest of each rank's tensors, by the converted folder's tables; None without such a folder."""
+    """Digest of each rank's tensors in the converted folder's tables. None: without such a folder."""
     registry: str = "relayout.benchmark.loaders"
-    """The module whose `LOADERS` has the loaders."""
+    """Name of the module with the loaders in its `LOADERS`."""
     devices: Sequence[str] = ("cpu",)
-    """The ranks are loaded to these in turn."""
+    """Devices that ranks are loaded to, in rotation."""
     limit: float = 900.0
-    """Seconds that one load may take."""
+    """Longest time of one load, in seconds."""
     touched_nbytes: int = 0
-    """Memory to touch before each load, if that is more than twice the tensors."""
+    """Bytes of memory to touch before each load, if that is more than twice the size of the tensors."""
     idle_seconds: float = 0.0
-    """Seconds in which nothing is done before each load: the host of a virtual machine may take free memory back."""
+    """Idle seconds before each load, in which the host of a virtual machine may reclaim free memory."""
 
     @property
     def title(self) -> str:
@@ -236,7 +236,7 @@ class RankGroup:
         return self.folders.rank_files(self.ranks) if loader.reads_converted else self.folders.source_files
 
     def too_large(self) -> str | None:
-        """The reason to skip this, too little memory; or None."""
+        """Return the reason to skip the loads if memory is too small, or None."""
         available, needed = available_nbytes(), self._tensors_nbytes * 11 // 10 + _PROCESS_NBYTES * len(self.ranks)
         if self.state == "warm":
             needed += max(total_nbytes(self._files(loader)) for loader in self.loaders.values())
@@ -250,7 +250,7 @@ class RankGroup:
 
     @property
     def _tensors_nbytes(self) -> int:
-        """How many bytes the tensors of all these ranks have, about."""
+        """Approximate bytes of the tensors of all these ranks."""
         folders = self.folders
         if folders.source is None:
             return total_nbytes(folders.rank_files(self.ranks))
@@ -272,9 +272,9 @@ class RankGroup:
         """Run each loader `runs` times, in turns; each turn begins with another loader.
 
         Args:
-            tell: called after each load.
-            found: called with what was measured, also if an exception ends it.
-            is_over: whether turns that are not needed are left out from now on.
+            tell: called with a line of text after each load.
+            found: called with the results, even if an exception ends the measurement.
+            is_over: returns True if optional turns are to be left out from now on.
         """
         names = self.names
         measured: dict[str, list[Measured]] = {name: [] for name in names}
@@ -291,7 +291,7 @@ class RankGroup:
             found(self._loads(measured, failures))
 
     def _tried(self, name: str, measured: dict[str, list[Measured]], failures: dict[str, str]) -> str:
-        """Load once, and say how it went."""
+        """Load once, and return a line about the result."""
         try:
             measured[name].append(self._load(name))
         except Died as died:
@@ -329,10 +329,10 @@ class RankGroup:
 
 
 def serve(job: LoadJob, loader: Loader) -> None:
-    """Speak the protocol on stdin and stdout, and end the process."""
-    with contextlib.suppress(OSError):  # If memory runs out, this process must end, and no other.
+    """Serve the protocol of this module on stdin and stdout, then end the process."""
+    with contextlib.suppress(OSError):  # If memory runs out, the kernel must kill this process and no other.
         Path("/proc/self/oom_score_adj").write_text("1000")
-    # What libraries print must not come between the answers.
+    # Text that libraries print must not come between the answers.
     answers = os.fdopen(os.dup(1), "w", buffering=1)
     os.dup2(2, 1)
     for module in ("torch", *loader.modules):
@@ -341,7 +341,7 @@ def serve(job: LoadJob, loader: Loader) -> None:
 
     if job.device.startswith("cuda"):
         torch.cuda.set_device(job.device)
-        torch.empty(1, device=job.device)  # The device's context exists before the clock starts.
+        torch.empty(1, device=job.device)  # Creates the device's context before timing starts.
     if loader.group:
         torch.distributed.init_process_group("gloo")
     if not loader.reads_converted:
@@ -349,7 +349,7 @@ def serve(job: LoadJob, loader: Loader) -> None:
     answers.write("ready\n")
     _wait()
     with contextlib.suppress(OSError):
-        Path("/proc/self/clear_refs").write_text("5")  # The peak of resident memory is counted from here.
+        Path("/proc/self/clear_refs").write_text("5")  # Resets the peak of resident memory.
     resident, drive, cpu = proc_nbytes("self/status", "VmRSS") or 0, _drive_nbytes(), time.process_time()
     started = time.monotonic()
     tensors = loader.load(job)
@@ -368,16 +368,16 @@ def serve(job: LoadJob, loader: Loader) -> None:
     _wait()
     answers.write(json.dumps(digest_of_tensors(tensors)) + "\n")
     answers.flush()
-    os._exit(0)  # What a library does at its end is not measured, and must not fail the run.
+    os._exit(0)  # Cleanup by libraries is not measured, and must not fail the run.
 
 
 def digest_of(rows: Iterable[tuple[str, tuple[int, ...], str]]) -> str:
-    """One digest of a rank's tensors, given as (name, shape, digest of the bytes) in any order."""
+    """Return one digest of a rank's tensors, given as (name, shape, digest of the bytes) in any order."""
     return digest_hex(json.dumps(sorted((name, list(shape), digest) for name, shape, digest in rows)).encode())
 
 
 def digest_of_tensors(tensors: Mapping[str, torch.Tensor]) -> str:
-    """`digest_of` of tensors in memory."""
+    """Return `digest_of` for tensors in memory."""
     return digest_of((name, tuple(tensor.shape), _digest(name, tensor)) for name, tensor in tensors.items())
 
 
@@ -395,7 +395,7 @@ def _wait() -> None:
 
 
 def _drive_nbytes() -> int:
-    """Bytes that drives have read for this process; 0 if the kernel does not count them."""
+    """Return the bytes that drives have read for this process; 0 if the kernel does not count them."""
     with contextlib.suppress(OSError):
         match = re.search(r"^read_bytes: (\d+)", Path("/proc/self/io").read_text(), re.MULTILINE)
         return int(match[1]) if match else 0
@@ -403,7 +403,7 @@ def _drive_nbytes() -> int:
 
 
 def main() -> None:
-    """Run the job in the arguments."""
+    """Run the job in the command line argument."""
     job = LoadJob(**json.loads(sys.argv[1]))
     serve(job, importlib.import_module(job.registry).LOADERS[job.loader])
 

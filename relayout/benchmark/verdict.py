@@ -1,4 +1,4 @@
-"""Measurements of loaders, and the verdict on them. Pure."""
+"""Measurements of loaders, and a verdict in one sentence. Pure."""
 
 from __future__ import annotations
 
@@ -9,81 +9,81 @@ from dataclasses import dataclass
 from relayout.benchmark.machine import Machine
 
 _CLEAR = 1.1
-"""A ratio below this is no gain."""
+"""Ratio of times from which a difference counts as a gain."""
 _SPREAD = 1.5
-"""Figures are not trustworthy if the slowest run takes this many times as long as the fastest."""
+"""Ratio of the slowest to the fastest run beyond which figures are not reliable."""
 _BUSY = 0.15
-"""The measurement is disturbed if other processes use more than this share of the processors."""
+"""Share of the processors used by other processes beyond which a measurement is disturbed."""
 _TOO_SHORT_SECONDS = 0.05
-"""Loads that take less mostly do other things than reading: opening files, starting threads, parsing headers."""
+"""Loads shorter than this (seconds) mostly do other work than reading: open files, start threads, parse headers."""
 _AT_LIMIT = 0.85
-"""A loader that reaches this share of the drive's limit has little left to gain."""
+"""Share of the drive's limit beyond which a loader can hardly be faster."""
 
 
 @dataclass(frozen=True, slots=True)
 class Measured:
-    """One load of some ranks at once. Peaks are of resident host memory, mapped pages of files included."""
+    """One load of one or more ranks at once. Peaks are of resident host memory, including mapped pages of files."""
 
     seconds: float
-    """Seconds from the first start to the last end."""
+    """Seconds from the first rank's start to the last rank's end."""
     cpu_seconds: float
-    """Processor time of all ranks."""
+    """Processor time of all ranks, in seconds."""
     nbytes: int
-    """Bytes of all ranks' tensors."""
+    """Bytes of the tensors of all ranks."""
     drive_nbytes: int
-    """Bytes that drives read for these processes."""
+    """Bytes that the drives read for these processes."""
     peak_minus_needed_nbytes: int
-    """Peak memory of a rank minus the bytes of its tensors; the largest of all ranks. With tensors on a GPU, all host
-    memory counts."""
+    """Peak memory of a rank minus the bytes of its tensors; the maximum over all ranks. If tensors are on a GPU, all
+    host memory counts."""
     other_load: float
-    """Share of the machine's processors that other processes used meanwhile."""
+    """Share of the machine's processors that other processes used during the load."""
     digests: tuple[str, ...]
-    """The digest of each rank's tensors, see `run.digest_of`."""
+    """Digest of each rank's tensors, see `run.digest_of`."""
 
 
 @dataclass(frozen=True, slots=True)
 class Timing:
-    """One loader, all runs."""
+    """All runs of one loader."""
 
     loader: str
     title: str
     family: str
     runs: tuple[Measured, ...]
     failure: str | None
-    """Why the last run failed, or None."""
+    """Reason why the last run failed, or None."""
 
     @property
     def seconds(self) -> list[float]:
-        """The time of each run."""
+        """Time of each run, in seconds."""
         return [run.seconds for run in self.runs]
 
     def median(self, field: str) -> float:
-        """The median of a field over all runs; there must be a run."""
+        """Return the median of a field over all runs; at least one run is required."""
         return float(statistics.median(getattr(run, field) for run in self.runs))
 
     @property
     def spread(self) -> float:
-        """Seconds of the slowest run over those of the fastest."""
+        """Time of the slowest run divided by the time of the fastest."""
         return max(self.seconds) / min(self.seconds)
 
     @property
     def gb_per_s(self) -> float:
-        """10^9 bytes of tensors per second."""
+        """Loaded bytes per second, in GB/s (10^9 bytes)."""
         return self.runs[0].nbytes / self.median("seconds") / 1e9
 
 
 @dataclass(frozen=True, slots=True)
 class RankLoads:
-    """Ranks loaded at once, by each loader, from one state of the page cache."""
+    """Results of all loaders for one set of ranks loaded at once, from one state of the page cache."""
 
     title: str
-    """What is loaded, such as "one rank of 8"."""
+    """Name of the loaded part, such as "one rank of 8"."""
     num_ranks: int
     state: str
     """"cold" or "warm"."""
     timings: tuple[Timing, ...]
     expected: tuple[str, ...] | None
-    """Digest of each rank's tensors, by the converted folder's tables."""
+    """Digest of each rank's tensors in the converted folder's tables. None: no table to compare with."""
 
     @property
     def done(self) -> list[Timing]:
@@ -91,28 +91,28 @@ class RankLoads:
         return sorted((timing for timing in self.timings if timing.runs), key=lambda timing: timing.median("seconds"))
 
     def ours(self) -> Timing | None:
-        """relayout with the converted folder, or with the plain one if only that was measured."""
+        """Return relayout's timing for the converted folder, or for the plain one if only that was measured."""
         return next((timing for timing in self.timings if timing.family == "relayout" and timing.runs), None)
 
     def best_other(self) -> Timing | None:
-        """The fastest loader that is not relayout."""
+        """Return the timing of the fastest loader other than relayout."""
         return next((timing for timing in self.done if timing.family != "relayout"), None)
 
     def ratio(self) -> float | None:
-        """Seconds of the fastest other loader over relayout's."""
+        """Return the time of the fastest other loader divided by relayout's."""
         ours, other = self.ours(), self.best_other()
         return None if ours is None or other is None else other.median("seconds") / ours.median("seconds")
 
     def compared(self) -> list[Timing]:
-        """relayout and the fastest other loader, as far as they were measured."""
+        """Return the timings of relayout and of the fastest other loader, if they were measured."""
         return [timing for timing in (self.ours(), self.best_other()) if timing is not None]
 
     def is_too_short(self) -> bool:
-        """Whether a run of relayout or of the fastest other loader took too little time to compare them."""
+        """Return True if a run of relayout or of the fastest other loader was too short to compare them."""
         return any(min(timing.seconds) < _TOO_SHORT_SECONDS for timing in self.compared())
 
     def doubt(self) -> str | None:
-        """Why no ratio of relayout and the fastest other loader may be told; None if one may."""
+        """Return the reason why the ratio of relayout and the fastest other loader is not reliable, or None."""
         compared = self.compared()
         if self.wrong():
             return "loaders loaded different bytes"
@@ -127,14 +127,14 @@ class RankLoads:
         return None
 
     def is_clear(self) -> bool:
-        """Whether every run of one of the two was faster than every run of the other."""
+        """Return True if every run of one of these two loaders was faster than every run of the other."""
         ours, other = self.ours(), self.best_other()
         if ours is None or other is None:
             return False
         return max(ours.seconds) < min(other.seconds) or max(other.seconds) < min(ours.seconds)
 
     def wrong(self) -> list[str]:
-        """A line for each loader that loaded wrong bytes."""
+        """Return a line for each loader that loaded wrong bytes."""
         done = [timing for timing in self.timings if timing.runs]
         reference = self.expected or (done[0].runs[0].digests if done else ())
         by = "the tables of the converted folder" if self.expected else done[0].title if done else ""
@@ -146,7 +146,7 @@ class RankLoads:
 
 
 def warnings_of(machine: Machine, loads: Sequence[RankLoads]) -> tuple[str, ...]:
-    """Why the figures should not be trusted."""
+    """Return reasons why the figures are not reliable."""
     warnings = []
     if _is_loaded(machine):
         warnings.append(
@@ -173,12 +173,15 @@ def _is_loaded(machine: Machine) -> bool:
 
 
 def faster(ratio: float) -> str:
-    """A ratio of times in words."""
+    """Return a ratio of times in words."""
     return f"{ratio:.1f}x faster" if ratio >= 1 else f"{1 / ratio:.1f}x slower"
 
 
 def verdict(machine: Machine, loads: Sequence[RankLoads], tp: int, drive: float | None, *, is_converted: bool) -> str:
-    """One sentence: what is gained and lost here, or that nothing is. It has no ratio of loads whose checks failed."""
+    """Return one sentence: the gains and losses on this machine, or that none were found.
+
+    The sentence contains no ratio for loads that failed a check.
+    """
     compared = [group for group in loads if group.ratio() is not None]
     if not compared:
         alone = "No other loader was measured: name the plain folder to compare with."

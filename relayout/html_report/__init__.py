@@ -1,1 +1,1 @@
-"""`report`: one self-contained HTML page that shows where every rank's bytes are."""
+"""`report`: writes one self-contained HTML page with the location of every rank's bytes."""

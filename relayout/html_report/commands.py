@@ -25,7 +25,7 @@ if TYPE_CHECKING:
 
 commands = typer.Typer()
 GROUP = ""
-"""The group of the commands; empty: the command itself."""
+"""The group that the commands are added to; empty: the top level."""
 
 
 @commands.command(
@@ -62,7 +62,7 @@ def report(
 
 
 def _shown(done: PageWritten) -> Iterator[Block]:
-    """Yield what the command prints."""
+    """Yield the output of the command."""
     from rich.filesize import decimal
 
     from relayout.cli.render import counted

@@ -1,7 +1,7 @@
-"""`report`: one self-contained HTML page that shows where every rank's bytes are.
+"""`report`: writes one self-contained HTML page with the location of every rank's bytes.
 
-What it shows is one JSON object, of a converted folder or of a conversion that was planned. The page is a template, its
-style and script, D3, and this object, compressed.
+The content is one JSON object that describes a converted folder or a planned conversion. The page consists of a
+template, its style and script, D3, and this object, compressed.
 """
 
 from __future__ import annotations
@@ -53,7 +53,7 @@ KINDS = (
     "scales, zeros",
     "norms, biases, other",
 )
-"""Kinds of tensors, by the names that model families use: only for colors and sums."""
+"""Kinds of tensors, recognized by the names that model families use. Only for colors and sums."""
 
 _SCALES = re.compile(r"scale|zero|qzeros|g_idx|(^|\.)scales$|weight_shape|_scale_inv")
 _EMBEDDING = re.compile(r"embed|(^|\.)wte|(^|\.)wpe|lm_head|shared_head\.head")
@@ -65,23 +65,23 @@ _MLP = re.compile(
 )
 
 _MAX_PIECES = 8
-"""Contiguous pieces of a slice in its whole tensor that the page draws one by one; more count as scattered."""
+"""Largest number of contiguous pieces of a slice that the page draws one by one. More count as scattered."""
 _MAX_DIGESTS_NBYTES = 9_500_000
-"""Digests do not compress. If they have more bytes than this, the page has only the first bytes of each."""
+"""Largest size of all digests, in bytes. They do not compress, so if there would be more, they are shortened or omitted."""
 _MARK = '<meta name="generator" content="relayout report">'
-"""Ends the bytes that every page begins with: the proof that a file is one."""
+"""End of the bytes that every page begins with. These bytes identify a file as a page of relayout."""
 
 
 @dataclass(frozen=True, slots=True, repr=False)
 class PageWritten(Result):
-    """What `report` has written."""
+    """Result of `report`."""
 
     output: str
     nbytes: int
     num_tensors: int
     num_ranks: int
     is_forecast: bool
-    """Whether the page shows a conversion that has not been made."""
+    """True if the page shows a planned conversion that has not been carried out."""
 
 
 def report(
@@ -94,17 +94,17 @@ def report(
     """Write a page that shows every file, tensor and rank of a checkpoint. It needs no network. Reads no weights.
 
     Args:
-        path: a converted folder; or a plain checkpoint, of which the page forecasts the conversion.
-        output: the file to write; an older page is replaced, and nothing else. Default: `NAME-report.html` in the
-            working folder, with the checkpoint's name, which replaces no page of another checkpoint.
+        path: a converted folder; or a plain checkpoint, for a forecast of its conversion.
+        output: the file to write. Only an older page is replaced. Default: `NAME-report.html` in the working folder,
+            with the checkpoint's name; a page of another checkpoint is then not replaced.
         tp: the tensor-parallel degree, for a plain checkpoint.
-        plan: for a plain checkpoint: a plan file, "transformers", "vllm" or "sglang", as for `convert`; None: the
+        plan: for a plain checkpoint: a plan file, "transformers", "vllm" or "sglang", as for `convert`. None: the
             built-in plan.
 
     Raises:
         FormatError: the checkpoint is damaged.
-        PlanError: a degree is missing, or not possible; or `output` is something else than an older page, or would be
-            a new file in the checkpoint's folder, or one that looks like a shard.
+        PlanError: the degree is missing or not possible; or `output` exists and is not an older page; or `output` would
+            be a new file in the checkpoint's folder, or has the name of a shard.
         OSError: the page cannot be written.
 
     Example:
@@ -119,7 +119,7 @@ def report(
         content, digests = of_converted(store)
     else:
         if tp is None:
-            read_source(store)  # That there is no checkpoint comes first.
+            read_source(store)  # A missing checkpoint is reported first.
             raise PlanError("not converted: set --tp N, the number of ranks", path=path, code="option")
         tp = integer(tp, "tp")
         content, digests = of_conversion(plan_conversion(path, default_output(path, tp), tp=tp, plan=plan)), b""
@@ -146,12 +146,12 @@ def _name(content: dict[str, Any]) -> str:
 
 
 def _whose(content: dict[str, Any]) -> str:
-    """What tells the pages of two checkpoints apart, without the folders above, which are nobody else's business."""
+    """Return a digest that distinguishes the pages of two checkpoints without revealing the folders above them."""
     return digest_hex(str(_place(content).resolve()).encode())
 
 
 def render(content: dict[str, Any], digests: bytes) -> bytes:
-    """The page, as bytes of UTF-8."""
+    """Return the page as bytes of UTF-8."""
     starts = range(0, len(digests), DIGEST_NBYTES)
     kept = next((n for n in (DIGEST_NBYTES, 8, 4) if 0 < len(starts) * n <= _MAX_DIGESTS_NBYTES), 0)
     short = b"".join(digests[at : at + kept] for at in starts)
@@ -167,12 +167,12 @@ def render(content: dict[str, Any], digests: bytes) -> bytes:
         "CONTENT": base64.b64encode(packed).decode(),
         "DIGESTS": base64.b64encode(short).decode(),
     }
-    # At once: what is filled in may have names of parts in it.
+    # All parts are filled in at once, because a filled-in part may contain the names of parts.
     return re.sub(r"\{\{(\w+)\}\}", lambda name: parts[name[1]], _file("page.html")).encode()
 
 
 def _check_new(store: Store, target: Path) -> None:
-    """Check that a new page would not be taken for a part of a checkpoint."""
+    """Raise PlanError if a new page could be mistaken for a part of a checkpoint."""
     checkpoint = store.path("")
     if os.path.lexists(target):
         return
@@ -183,10 +183,10 @@ def _check_new(store: Store, target: Path) -> None:
 
 
 def _write(target: Path, text: bytes, whose: str | None) -> None:
-    """Write the page. It may replace an older one, which its first bytes prove, and nothing else.
+    """Write the page. It replaces only an older page, which is identified by its first bytes.
 
     Args:
-        whose: not even one of another checkpoint than this.
+        whose: if set, only a page of this checkpoint is replaced.
     """
     name = target.name or "."
     with with_path(target), OpenFolder(target.parent) as folder:
@@ -215,7 +215,7 @@ def _file(name: str) -> str:
 
 
 def of_converted(folder: Store) -> tuple[dict[str, Any], bytes]:
-    """The object of a converted folder, and the digests of all slices, in the order of its files."""
+    """Return the object of a converted folder, and the digests of all slices in the order of its files."""
     manifest = read_manifest(folder)
     record = read_record(folder, manifest)
     check_present(folder, manifest, range(manifest.num_ranks))
@@ -236,7 +236,7 @@ def of_converted(folder: Store) -> tuple[dict[str, Any], bytes]:
 
 
 def of_conversion(conversion: Conversion) -> dict[str, Any]:
-    """The object of a conversion that was planned."""
+    """Return the object of a planned conversion."""
     source, layout, options = conversion.source, conversion.layout, conversion.options
     num_ranks = options.num_ranks
     groups: dict[tuple[str, CutTensor], int] = {}
@@ -283,7 +283,7 @@ def of_conversion(conversion: Conversion) -> dict[str, Any]:
 
 
 def _group(pattern: str, cut: CutTensor, count: int) -> dict[str, Any]:
-    """Tensors that differ only in the numbers of their names."""
+    """Return the description of tensors with names that differ only in numbers."""
     held = [_slice(cut, index) for index in range(len(cut.cut.distinct))]
     return {
         "pattern": pattern,
@@ -313,7 +313,7 @@ def _slice(cut: CutTensor, index: int) -> dict[str, Any]:
 
 
 def _rank(groups: Sequence[dict[str, Any]], rank: int) -> dict[str, Any]:
-    """Sums of one rank."""
+    """Return the sums of one rank."""
     needed = by_rows = shared = num_tensors = 0
     for group in groups:
         part, count = group["slices"][group["which"][rank]], group["count"]
@@ -327,14 +327,14 @@ def _rank(groups: Sequence[dict[str, Any]], rank: int) -> dict[str, Any]:
 
 
 def _digests(conversion: Conversion, of_holder: Mapping[int, Mapping[str, str]]) -> bytes:
-    """Digests of the slices, which holders have by name: file after file, in the order of each."""
+    """Return the digests of slices, file after file, in the order of each; `of_holder`: holder -> name -> digest."""
     names, files = [tensor.name for tensor in conversion.source.tensors], conversion.layout.files
     return pack_digests(of_holder[file.holder][names[t]] for file in files for t in file.tensors)
 
 
 @lru_cache(maxsize=4096)
 def kind_of(pattern: str, num_axes: int) -> int:
-    """The kind of tensors of this name, whose numbers may be collapsed: position in `KINDS`."""
+    """Return the position in `KINDS` for tensors of this name; numbers in the name may be collapsed."""
     last = pattern.rpartition(".")[2]
     if _SCALES.search(last):
         return 7

@@ -236,7 +236,7 @@ class RankGroup:
         return self.folders.rank_files(self.ranks) if loader.reads_converted else self.folders.source_files
 
     def too_large(self) -> str | None:
-        """Return the reason to skip the loads if memory is too small, or None."""
+        """Return the reason to skip the loads if they need more memory than available, or None."""
         available, needed = available_nbytes(), self._tensors_nbytes * 11 // 10 + _PROCESS_NBYTES * len(self.ranks)
         if self.state == "warm":
             needed += max(total_nbytes(self._files(loader)) for loader in self.loaders.values())

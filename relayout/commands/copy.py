@@ -1,6 +1,6 @@
 """`copy`: copies the files of some or all ranks from one folder or store to another. `files` lists these files.
 
-`apply_deltas` copies a folder with the changes of deltas.
+`apply_deltas` writes the result of applying deltas to a folder.
 """
 
 from __future__ import annotations
@@ -287,7 +287,9 @@ def apply_deltas(
     scratch: str | os.PathLike[str] | None = None,
     progress: Progress = None,
 ) -> Copied:
-    """Apply deltas to a converted checkpoint: write the folder that they lead to, identical byte for byte.
+    """Write the result of applying deltas to a converted checkpoint.
+
+    It equals, byte for byte, the newer folder that the last delta was generated from.
 
     Args:
         base: the converted folder, or its URL, that the first delta applies to.

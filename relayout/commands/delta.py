@@ -115,7 +115,7 @@ def delta(
     scratch: str | os.PathLike[str] | None = None,
     progress: Progress = None,
 ) -> DeltaDone:
-    """Write the changes between two converted checkpoints of one layout, such as two steps of a training.
+    """Write the changes between two converted checkpoints of one layout, such as two training steps.
 
     Unchanged elements take almost no space, wherever they are. Memory: about 12 MiB per thread.
 

@@ -71,7 +71,7 @@ def restore(
 ) -> Restored:
     """Rebuild the source of a converted checkpoint: its shards, index and side files, byte for byte.
 
-    Files that the conversion did not copy cannot be restored; it listed them.
+    Files that the conversion did not copy cannot be restored. The conversion listed these files.
 
     Args:
         path: the converted folder.

@@ -44,7 +44,7 @@ class SourceVerification(Result):
     nbytes: int
     """Bytes that were hashed."""
     signer: str | None
-    """The verified signer, as named in the policy. None: verification was without a policy."""
+    """The verified signer, as named in the policy. None: verified without a policy."""
     has_signature: bool
     """True if a signature exists, verified or not."""
     differences: tuple[Difference, ...]
@@ -122,7 +122,7 @@ def verify_source(
         found += [_other(name, "is not signed") for name in names if name not in (SIGNATURE_NAME, *signed)]
     known = [one for one in known if only in (None, one.name)]
     verified, nbytes = _compare(folder, known, found, num_readers, progress)
-    # Headers and index come last: a damaged byte in them is a difference of its file, too.
+    # Headers and index come last: a damaged byte in them is also a difference of its file.
     shards, num_tensors = _shards(store, found)
     stated = {one.name for one in known} | {difference.file for difference in found} | {SUMS_NAME, SIGNATURE_NAME}
     return SourceVerification(

@@ -67,7 +67,7 @@ _MLP = re.compile(
 _MAX_PIECES = 8
 """Largest number of contiguous pieces of a slice that the page draws one by one. More count as scattered."""
 _MAX_DIGESTS_NBYTES = 9_500_000
-"""Largest size of all digests, in bytes. They do not compress, so if there would be more, they are shortened or omitted."""
+"""Largest size of all digests, in bytes. They do not compress, so beyond this they are shortened or omitted."""
 _MARK = '<meta name="generator" content="relayout report">'
 """End of the bytes that every page begins with. These bytes identify a file as a page of relayout."""
 

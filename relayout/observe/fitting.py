@@ -49,7 +49,7 @@ class _Observed:
     slices: Mapping[int, tuple[Slice, ...]]
     """Degree -> the slice of each rank."""
     loaded: Mapping[int, tuple[Slice, ...]]
-    """The same, restricted to degrees at which at least one rank loads the tensor."""
+    """The entries of `slices` for degrees at which at least one rank loads the tensor."""
 
 
 SIZES: dict[str, tuple[str, ...]] = {

@@ -78,8 +78,8 @@ class Plan:
     unmatched: tuple[str, ...] = ()
     """Names of tensors that no rule matches. Every rank holds them whole."""
     unused: tuple[str, ...] = ()
-    """Names of tensors that the observed engine does not load. Large ones are held in equal blocks of rows, others
-    whole."""
+    """Names of tensors that the observed engine does not load. Each rank holds a block of rows of a large tensor, and
+    small tensors whole."""
     family: Family | None = None
     """The rules, which other degrees can be cut by as well. None: no rules."""
     tables: tuple[tuple[int, ...], ...] = ()

@@ -226,7 +226,7 @@ def _choose(checkpoint: PlannedCheckpoint, plan: str | Path | None, num_ranks: i
 
 
 def _advice(checkpoint: PlannedCheckpoint, what: str) -> str:
-    """Return the reason why there is no built-in plan, with the options that remain."""
+    """Return the reason for the lack of a built-in plan, with the options that remain."""
     if "_diffusers_version" in checkpoint.config:
         component = shown(checkpoint.config.get("_class_name"))
         return f"a component of a diffusers pipeline ({component}), for which there are no plans: use --tp 1"

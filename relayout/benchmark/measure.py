@@ -81,7 +81,7 @@ Tensor = tuple[str, str, tuple[int, ...]]
 
 
 class Counted:
-    """Counts loads, reports each one with the remaining time, and measures the time budget."""
+    """Counts loads, reports each one with the remaining time, and checks the time budget."""
 
     def __init__(self, total: int, budget: float | None, tell: Tell) -> None:
         self.total, self.done = total, 0

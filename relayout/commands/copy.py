@@ -294,7 +294,7 @@ def apply_deltas(
     Args:
         base: the converted folder, or its URL, that the first delta applies to.
         deltas: folders that `delta` wrote, or their URLs. Each applies to the result of the previous ones.
-        output: the folder to create. It exists only if every digest was compared.
+        output: the folder to create. It appears complete, with every digest verified, or not at all.
         force: replace an output folder that relayout converted, or discard an interrupted output with other contents.
         threads: threads that read, change and write; each uses about 8 MiB.
         scratch: folder for files before their upload, as for `copy`.

@@ -121,7 +121,7 @@ def delta(
 
     Args:
         old, new: converted folders, or their URLs, with equal tensors and the same layout.
-        output: the folder to create. On failure it does not exist.
+        output: the folder to create. It appears complete or not at all.
         force: replace an output folder that this function wrote.
         threads: threads that read, compare and compress.
         scratch: folder for files before their upload to a bucket; default is the system's temporary folder (TMPDIR).

@@ -75,7 +75,7 @@ def restore(
 
     Args:
         path: the converted folder.
-        output: the folder to create. It exists only if every digest was verified.
+        output: the folder to create. It appears complete, with every digest verified, or not at all.
         force: replace an output folder that relayout wrote.
         trust: policy of accepted signers, as for `load`.
         threads: threads that read, copy and write.

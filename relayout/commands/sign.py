@@ -43,7 +43,7 @@ from relayout.storage.stores import Access, Store, find_input
 
 _DEFAULT_THREADS = 8
 _PIECES_AT_ONCE = 16
-"""Number of pieces of a delta that are read in one request."""
+"""Number of pieces of a delta that are read at once."""
 
 
 @dataclass(frozen=True, slots=True, repr=False)

@@ -68,7 +68,7 @@ class LoadRecorder:
         self._boxes: defaultdict[str, set[Box]] = defaultdict(set)
         self._touched: set[str] = set()
         self._joined: set[str] = set()
-        """Tensors that were joined with others or padded, while only padding was copied."""
+        """Tensors that were joined with other tensors, and padded tensors if only their padding was copied."""
 
     def probe(self, name: str, shape: Sequence[int], dtype: torch.dtype) -> Probe:
         """Return a probe of a whole tensor; each name can be probed once."""

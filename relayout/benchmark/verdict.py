@@ -80,7 +80,7 @@ class RankLoads:
     """Name of the loaded part, such as "one rank of 8"."""
     num_ranks: int
     state: str
-    """"cold" or "warm"."""
+    """State of the page cache: "cold" or "warm"."""
     timings: tuple[Timing, ...]
     expected: tuple[str, ...] | None
     """Digest of each rank's tensors in the converted folder's tables. None: no table to compare with."""

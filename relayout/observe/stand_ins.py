@@ -203,7 +203,7 @@ def _with_known(original: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def fake_rank(process: int, tp: int, expert: bool, replicas: int = 1) -> None:
-    """Patch vLLM's parallel_state so that this process is one of `tp * replicas`, replica after replica."""
+    """Patch vLLM's parallel_state: this is process `process` of `tp * replicas`; each `tp` in a row are one replica."""
     from vllm.distributed import parallel_state
 
     of_tp, of_dp, of_all = (process % tp, tp), (process // tp, replicas), (process, tp * replicas)

@@ -85,7 +85,7 @@ class LayerSet:
     """A set of layers that is selected by a list in config.json."""
 
     key: str
-    """The key of the list."""
+    """Key of the list in config.json."""
     equals: str | int | bool | None = None
     """The value that marks selected layers in a list with one entry per layer. None: the list has layer numbers."""
 

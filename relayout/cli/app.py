@@ -34,10 +34,10 @@ from relayout.errors import PlanError
 
 
 class _Root(TyperGroup):
-    """The group of all commands: its plain help has panels, as typer's rich help has; a path alone is inspected."""
+    """The group of all commands. Its plain help has panels, which typer supports only in its rich help."""
 
     def resolve_command(self, ctx: Any, args: list[str]) -> Any:
-        """Find the command. A folder, or a path with a slash, in its place is an argument of `inspect`."""
+        """Return the command. For a folder, or a path with a slash, that is `inspect`."""
         first = args[0]
         is_path = first not in self.commands and not first.startswith("-") and ("/" in first or Path(first).is_dir())
         return super().resolve_command(ctx, ["inspect", *args] if is_path else args)

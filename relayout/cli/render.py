@@ -356,7 +356,7 @@ def _next_command(result: Inspection) -> str | None:
 
 
 def _possible(result: Inspection) -> list[Amplification]:
-    """The usual degrees that a plain checkpoint can be converted for."""
+    """Return the usual degrees that a plain checkpoint can be converted for."""
     rows = result.amplification
     return [row for row in rows if row.reason is None and (row.tp <= _USUAL_DEGREE or len(rows) == 1)]
 

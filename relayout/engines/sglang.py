@@ -83,7 +83,7 @@ class Hook:
 
 
 def register(hooks: Callable[[], Sequence[Hook]] | None = None) -> None:
-    """Hook into SGLang. May be called any number of times.
+    """Install hooks in SGLang. May be called any number of times.
 
     Args:
         hooks: returns the hooks of a load, in a process that loads weights. Default: `load_hooks`.
@@ -117,7 +117,7 @@ def _target(hook: Hook) -> str:
 
 
 def verify(hooks: Callable[[], Sequence[Hook]], original: Callable[[Any], None], config: Any) -> None:
-    """Hook around `LoadConfig._verify_load_format` that removes the values that only relayout understands.
+    """Wrap `LoadConfig._verify_load_format` that removes the values that only relayout understands.
 
     A process that creates such a configuration is about to load weights, so the loader is hooked here: to import it in
     every process would cost seconds.
@@ -171,7 +171,7 @@ def load_hooks() -> list[Hook]:
 
 
 def choose_loader(original: Callable[..., Any], load_config: Any, model_config: Any = None) -> Any:
-    """Hook around `get_model_loader` under a policy: refuse loaders that read weights in a different way."""
+    """Wrap `get_model_loader` under a policy: refuse loaders that read weights in a different way."""
     loader = original(load_config, model_config)
     # These two read by `_get_weights_iterator`, unless they quantize weights that transformers has read.
     is_read_here = type(loader).__name__ == "DefaultModelLoader" or (
@@ -186,7 +186,7 @@ def choose_loader(original: Callable[..., Any], load_config: Any, model_config: 
 def weights_iterator(
     original: Callable[..., Iterator[_Named]], loader: Any, source: Any, **settings: Any
 ) -> Iterator[_Named]:
-    """Hook around `DefaultModelLoader._get_weights_iterator`: yield relayout's tensors, or SGLang's own."""
+    """Wrap `DefaultModelLoader._get_weights_iterator`: yield relayout's tensors, or SGLang's own."""
     known = _known_of_source(loader.load_config, source)
     return deliver(known, None, loader, source, partial(original, loader, source, **settings))
 
@@ -244,7 +244,7 @@ def _given(known: EngineModel, loader: Any, source: Any, stock: Callable[[], Ite
 def prepare_weights(
     original: Callable[..., tuple[str, list[str], bool]], loader: Any, model_name_or_path: str, *args: Any, **named: Any
 ) -> tuple[str, list[str], bool]:
-    """Hook around `DefaultModelLoader._prepare_weights`: for a folder with slices only, return the rank's files.
+    """Wrap `DefaultModelLoader._prepare_weights`: for a folder with slices only, return the rank's files.
 
     SGLang uses the result to have the files in the page cache early, not to read them.
     """
@@ -261,7 +261,7 @@ def prepare_weights(
 
 
 def make_model(original: Callable[..., Any], model_config: Any, load_config: Any, *settings: Any, **named: Any) -> Any:
-    """Hook around `_initialize_model`: the memory of a model that relayout may load is marked.
+    """Wrap `_initialize_model`: the memory of a model that relayout may load is marked.
 
     A draft model is not marked: it shares modules with its target after the load, and leaves others in their initial
     state.
@@ -300,7 +300,7 @@ def _mapping_tables(known: EngineModel, model_config: Any) -> Iterator[None]:
 
 
 def load_weights(original: Callable[..., None], model: Any, weights: Any, *settings: Any, **named: Any) -> None:
-    """Hook around `DefaultModelLoader.load_weights_only`: check that all marked memory of a model has been written.
+    """Wrap `DefaultModelLoader.load_weights_only`: check that all marked memory of a model has been written.
 
     If SGLang has loaded the model itself, unwritten memory is restored to its initial values.
     """

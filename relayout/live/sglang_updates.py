@@ -60,7 +60,7 @@ _HELD_NBYTES = 4 * 2**30
 
 
 def register() -> None:
-    """Hook into SGLang, for starts and updates."""
+    """Install hooks in SGLang, for starts and updates."""
     sglang.register(_hooks)
 
 
@@ -120,7 +120,7 @@ LIVE: ByModel[LiveModel] = ByModel()
 def weights_iterator(
     original: Callable[..., Iterator[Any]], loader: Any, source: Any, **settings: Any
 ) -> Iterator[Any]:
-    """Hook around `DefaultModelLoader._get_weights_iterator`: an update reads the weights that were verified for it."""
+    """Wrap `DefaultModelLoader._get_weights_iterator`: an update reads the weights that were verified for it."""
     live, known = LIVE.of(source.model_config), MODELS.of(source.model_config)
     update = None if live is None else live.update
     if update is None or known is None:
@@ -134,7 +134,7 @@ def weights_iterator(
 def update_weights(
     original: _Original, updater: Any, model_path: str, load_format: str, *args: Any, **named: Any
 ) -> tuple[bool, str]:
-    """Hook around `WeightUpdater.update_weights_from_disk`: all ranks have new weights after it, or none.
+    """Wrap `WeightUpdater.update_weights_from_disk`: all ranks have new weights after it, or none.
 
     A plain checkpoint, for a model that SGLang has loaded itself, is left to SGLang.
     """
@@ -148,7 +148,7 @@ def update_weights(
 
 
 def process_weights(original: Callable[..., None], model: Any, weights: Iterable[Any], target_device: Any) -> None:
-    """Hook around `DefaultModelLoader.load_weights_and_postprocess`: apply staged changes in memory.
+    """Wrap `DefaultModelLoader.load_weights_and_postprocess`: apply staged changes in memory.
 
     With the option `live`, a load is recorded, which later updates in memory need.
     """
@@ -191,7 +191,7 @@ def process_weights(original: Callable[..., None], model: Any, weights: Iterable
 
 
 def restore_weights(original: Callable[..., None], model: Any, target_device: Any) -> None:
-    """Hook around `DefaultModelLoader.restore_weights_before_loading`: skip unpacking if changes apply in memory."""
+    """Wrap `DefaultModelLoader.restore_weights_before_loading`: skip unpacking if changes apply in memory."""
     live = LIVE.of(model)
     if live is None or live.update is None or live.update.staged is None:
         original(model, target_device)

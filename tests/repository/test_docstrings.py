@@ -7,6 +7,7 @@ import doctest
 import inspect
 import pydoc
 import re
+import tokenize
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -97,11 +98,15 @@ def docstrings(path: Path) -> Iterator[tuple[int, str]]:
                 yield statement.lineno, value.value
 
 
-def test_a_docstring_can_be_understood_alone() -> None:
+def product_files() -> list[Path]:
+    """The files of the packages."""
     package = Path(relayout.__file__).parent
     files = [path for folder in (package, package.parent / "loader") for path in folder.rglob("*.py")]
-    files = [path for path in files if not path.is_relative_to(package / "loader")]
-    files += (package.parent / "tools" / "examples").glob("*.py")
+    return [path for path in files if not path.is_relative_to(package / "loader")]
+
+
+def test_a_docstring_can_be_understood_alone() -> None:
+    files = [*product_files(), *(Path(relayout.__file__).parents[1] / "tools" / "examples").glob("*.py")]
     found = [(path, *one) for path in files for one in docstrings(path)]
     assert len(found) > 2000
     fragments = [f"{path}:{line}: {text.strip()[:60]}" for path, line, text in found if FRAGMENT.match(text)]
@@ -131,3 +136,36 @@ def test_objects_say_what_they_are(with_llama: Path) -> None:
         assert repr(whole) == "<CheckpointView 'llama-3.1-8b-tp8': whole tensors, 51 tensors>"
         assert repr(whole.get_slice("lm_head.weight")) == "<TensorSlice 'lm_head.weight': BF16 [1000, 128]>"
     assert repr(whole).endswith("51 tensors, closed>")
+
+
+LIMITS = {
+    r"^What ": 0,
+    r"^Whether ": 0,
+    r"\b(so many|as many|so much)\b": 0,
+    r"\bof which\b": 1,
+    r"\b(is|are) no\b": 7,
+    r"\b(nobody|whoever|somebody|stranger)\b": 0,
+    r"\bbeside\b": 1,
+    r"\b(tells?|asks?|believes?|knows|wants)\b": 3,
+}
+"""Words that make a sentence a riddle, as patterns, and how often the prose of the product may have them. The numbers
+only fall: whoever removes some lowers the limit."""
+
+
+def comments(path: Path) -> Iterator[tuple[int, str]]:
+    """Every comment of a file, with its line."""
+    with path.open("rb") as file:
+        for token in tokenize.tokenize(file.readline):
+            if token.type == tokenize.COMMENT:
+                yield token.start[0], token.string.lstrip("# ")
+
+
+@pytest.mark.parametrize("pattern", LIMITS)
+def test_words_that_make_riddles_become_fewer(pattern: str) -> None:
+    found = [
+        f"{path}:{line}: {text.strip()[:60]}"
+        for path in product_files()
+        for line, text in (*docstrings(path), *comments(path))
+        for _ in re.findall(pattern, text)
+    ]
+    assert len(found) <= LIMITS[pattern], "\n".join(found)

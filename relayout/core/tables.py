@@ -27,7 +27,7 @@ class PlannedTensor(Protocol):
 
 
 @dataclass(frozen=True, slots=True)
-class Table:
+class RowTable:
     """The tensors that store a table."""
 
     members: tuple[int, ...]
@@ -37,7 +37,7 @@ class Table:
     num_rows: int
 
 
-def tables_of(tensors: Sequence[PlannedTensor], pattern_of: Callable[[str], str | None]) -> list[Table]:
+def tables_of(tensors: Sequence[PlannedTensor], pattern_of: Callable[[str], str | None]) -> list[RowTable]:
     """Return the tables of a checkpoint, in the order of their first tensors.
 
     Args:
@@ -74,7 +74,7 @@ def _part_starts(name: str) -> list[int]:
     return [0, *(index + 1 for index, character in enumerate(name) if character == ".")]
 
 
-def _table(tensors: Sequence[PlannedTensor], shards: dict[int, int]) -> Table:
+def _table(tensors: Sequence[PlannedTensor], shards: dict[int, int]) -> RowTable:
     members = tuple(shards[number] for number in sorted(shards))
     first = tensors[members[0]]
     if max(shards) != len(members) - 1:
@@ -86,4 +86,4 @@ def _table(tensors: Sequence[PlannedTensor], shards: dict[int, int]) -> Table:
             kinds = f"{tensor.dtype} {list(tensor.shape)}, but {first.name!r} is {first.dtype} {list(first.shape)}"
             raise PlanError(f"{kinds}: rows of a table are alike", tensor=tensor.name, code="no_rule")
     *starts, num_rows = accumulate((tensors[t].shape[0] for t in members), initial=0)
-    return Table(members, tuple(starts), num_rows)
+    return RowTable(members, tuple(starts), num_rows)

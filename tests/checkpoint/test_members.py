@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import builtins
 import errno
+import hashlib
 import os
 import shutil
 from collections.abc import Callable, Iterator
@@ -50,8 +51,8 @@ def hub_copy(folder: Path, cache: Path) -> Path:
     repository = cache / "models--org--name"
     snapshot = repository / "snapshots" / "0123abcd"
     (repository / "blobs").mkdir(parents=True)
-    for number, path in enumerate(sorted(path for path in folder.rglob("*") if path.is_file())):
-        blob = repository / "blobs" / f"{number:040x}"
+    for path in (path for path in folder.rglob("*") if path.is_file()):
+        blob = repository / "blobs" / hashlib.sha256(path.read_bytes()).hexdigest()
         shutil.copy(path, blob)
         link = snapshot / path.relative_to(folder)
         link.parent.mkdir(parents=True, exist_ok=True)

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from support.planning import Shapes, all_slices, make_source, slices_of
 
 from relayout.core.slices import Slice
-from relayout.core.tables import Table, tables_of
+from relayout.core.tables import RowTable, tables_of
 from relayout.errors import PlanError
 from relayout.plans.family import Family, find_family, parse_family
 from relayout.plans.plan import Plan, TensorInfo
@@ -35,19 +35,19 @@ def test_a_table_is_what_differs_in_the_number_only_in_the_order_of_the_numbers(
     pattern_of = {"lone": "lone"}
     found = tables_of(tensors, lambda name: pattern_of.get(name, "*.shard_#" if "shard" in name else None))
     assert found == [
-        Table(
+        RowTable(
             (*range(4, 14), 0),
             tuple(np.cumsum([0, *range(9, 19)]).tolist()),
             sum(range(9, 19)) + 5,
         ),
-        Table((2, 1, 14), (0, 7, 13), 32),
-        Table((3,), (0,), 8),
+        RowTable((2, 1, 14), (0, 7, 13), 32),
+        RowTable((3,), (0,), 8),
     ]
 
 
 def test_a_prefix_in_front_of_what_the_pattern_matches_is_of_the_table() -> None:
     tensors = [TensorInfo(f"model.text.t_{n}", "U8", (4, 3)) for n in (1, 0)]
-    assert tables_of(tensors, lambda name: "text.t_#") == [Table((1, 0), (0, 4), 8)]
+    assert tables_of(tensors, lambda name: "text.t_#") == [RowTable((1, 0), (0, 4), 8)]
 
 
 @pytest.mark.parametrize(

@@ -44,6 +44,7 @@ def test_functions_are_replaced_wherever_sglang_has_imported_them(monkeypatch: p
         module.get_rope = get_rope  # type: ignore[attr-defined]
         monkeypatch.setitem(sys.modules, name, module)
     monkeypatch.setattr(concurrent.futures, "ThreadPoolExecutor", concurrent.futures.ThreadPoolExecutor)
+    monkeypatch.setattr(torch.nn.Module, "to", torch.nn.Module.to)  # It is replaced, too.
     stand_in_functions()
     rope = modules["sglang.srt.models.odd"].get_rope(64, rotary_dim=32)
     assert isinstance(rope, torch.nn.Module)

@@ -287,7 +287,7 @@ def test_the_document_of_plans_has_all_keys_and_units() -> None:
     assert keys == set(str(unknown.value).partition("expected ")[2].split(", "))
     cells = re.findall(r"^\| (`[^|]*`) \|", section(PLANS, 4).split("Further keys")[0], re.MULTILINE)
     units = {unit for cell in cells for unit in re.findall(r"`(\w+)`", cell)}
-    assert units == {family.EVEN, family.VOCABULARY, family.RAGGED, *family.SHARED}
+    assert units == {family.EVEN, family.VOCABULARY, family.RAGGED, family.HASH_COLUMNS, *family.SHARED}
 
 
 def test_the_manifest_has_the_fields_that_the_format_document_names_and_no_others(llama: Path, tmp_path: Path) -> None:

@@ -78,9 +78,15 @@ def differences_of_chosen(checkpoint: Checkpoint) -> list[Difference]:
 
 
 def is_same(held: Sequence[Slice], loaded: Sequence[Slice], shape: Sequence[int]) -> bool:
-    """Whether ranks hold what an engine loads, which may be nothing at all. An empty slice is nothing, too."""
-    there = [Slice(None) if 0 in part.shape(tuple(shape)) else part for part in held]
-    return not any(part.is_held for part in loaded) or same_elements(there, loaded, shape)
+    """Return True if ranks hold what an engine loads, or if it loads nothing. An empty slice is the same as none."""
+    return not any(part.is_held for part in loaded) or same_elements(
+        _without_empty(held, shape), _without_empty(loaded, shape), shape
+    )
+
+
+def _without_empty(parts: Sequence[Slice], shape: Sequence[int]) -> list[Slice]:
+    """Replace empty slices by `Slice(None)`: rules and observations say both of a rank that has no elements."""
+    return [part if part.is_held and 0 not in part.shape(tuple(shape)) else Slice(None) for part in parts]
 
 
 def _contains(held: Slice, loaded: Slice, shape: Sequence[int]) -> bool:

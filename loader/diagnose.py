@@ -24,6 +24,7 @@ from relayout.loader.sources.checkpoint import Asked
 from relayout.loader.sources.rank import ArenaPlan, StoredFile, cost_of
 from relayout.reporting import Result
 from relayout.storage.local.store import refuses_direct
+from relayout.storage.local.stripes import num_stripes
 from relayout.storage.stores import Access, ReadableFile, find_input, scheme_of
 from relayout.storage.system import Buffer, Filesystem, filesystem_of, measured_pages
 
@@ -50,6 +51,8 @@ class FileFacts:
     """Why direct I/O does not work on it; None if it works."""
     resident_nbytes: int | None
     """Bytes of the file in the page cache; None where the system does not report it."""
+    num_stripes: int | None = None
+    """Objects of Lustre's servers over which most of the file is striped; None on other file systems."""
 
 
 @dataclass(frozen=True, slots=True, repr=False)
@@ -138,7 +141,8 @@ def explain(
 def _facts(opened: ReadableFiles, index: int, file: StoredFile) -> FileFacts:
     resident = opened.resident_nbytes(index, 0, file.nbytes)
     if file.path is not None:
-        return FileFacts(file.name, file.nbytes, filesystem_of(file.path), refuses_direct(file.path), resident)
+        stripes = num_stripes(file.path, file.nbytes)
+        return FileFacts(file.name, file.nbytes, filesystem_of(file.path), refuses_direct(file.path), resident, stripes)
     store = str(file.folder)
     filesystem = Filesystem(scheme_of(store) or "unknown", store, file.folder.cost.request_nbytes, None)
     return FileFacts(file.name, file.nbytes, filesystem, "the store has no file descriptors", resident)

@@ -217,6 +217,8 @@ class RowReader(Closable):
         shape = (*wanted.shape, *self._row_shape)
         if out is None:
             out = torch.empty(shape, dtype=self.dtype)
+        elif not isinstance(out, torch.Tensor):
+            raise PlanError(f"out: {type(out).__name__}, expected a tensor", code="option")
         elif (tuple(out.shape), out.dtype, out.device.type) != (shape, self.dtype, "cpu") or not out.is_contiguous():
             found = f"{out.dtype} {list(out.shape)} on {out.device}"
             what = f"out: {found}, expected a contiguous tensor, {self.dtype} {list(shape)}, on the CPU"

@@ -37,7 +37,9 @@ _USUAL_DEGREE = 8
 """Tensor-parallel degree in the first lines of `inspect`, unless another was requested; the next lower possible degree
 is used if this one is not possible."""
 _SHOWN_NAME = 12
-"""Number of letters shown of the name of a cache entry."""
+"""Letters of the name of a cache entry."""
+_MIN_STRIPED_NBYTES = 2**28
+"""Smaller files of Lustre are good in one stripe: opening more costs a request to each server."""
 
 
 def summary(done: Summary) -> Iterator[Block]:
@@ -416,6 +418,9 @@ def diagnosis(result: Diagnosis) -> Iterator[Block]:
         yield Line(next((rank.gds for rank in result.ranks if rank.gds), "not available"), "GPUDirect Storage")
     if not result.is_converted:
         yield Line("relayout convert writes a folder that loads without copies", "note", "yellow")
+    if unstriped := {file.name for rank in result.ranks for file in rank.files if _is_on_one_server(file)}:
+        what = f"Lustre has {counted(len(unstriped), 'large file')} in one stripe, read from one server"
+        yield Line(f"{what}: lfs migrate -c 8 FILE stripes a file over 8", "note", "yellow")
     for threads, memory in sorted({(rank.threads, rank.memory) for rank in result.ranks}):
         yield Line(
             f"each rank uses at most {counted(threads, 'thread')} and {memory / 2**20:.0f} MiB of buffers", "budget"
@@ -445,6 +450,11 @@ def _file_system(file: FileFacts) -> str:
     refused = file.refuses_direct
     works = "works" if refused is None else f"does not work ({refused}), reads use the page cache"
     return f"{system.kind} at {system.mount_point}, blocks of {system.block_nbytes} bytes{drive}; direct I/O {works}"
+
+
+def _is_on_one_server(file: FileFacts) -> bool:
+    """Return True if a file of Lustre is large enough for more than its one stripe."""
+    return file.num_stripes == 1 and file.nbytes >= _MIN_STRIPED_NBYTES
 
 
 def _exceptions(done: Summary | Preview) -> Iterator[Block]:

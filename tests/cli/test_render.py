@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import os
 import re
+import struct
 from collections.abc import Iterable
 from dataclasses import replace
 from pathlib import Path
 
+import pytest
 import torch
 
 import relayout
@@ -50,3 +53,33 @@ def test_what_differs_between_ranks_by_a_measured_number_alone_is_said_once(tmp_
         "to cpu, memory: no huge pages, 3 %",
         "to cpu, memory: 0.1 ms a huge page, 12 %",
     ]
+
+
+def test_doctor_warns_of_large_files_in_one_stripe_of_lustre_and_of_no_others(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    tensors = {"model.norm.weight": torch.ones(64)}
+    relayout.save(tensors, tmp_path / "out", config={"model_type": "llama"}, tp=2)
+    asked = set()
+
+    def attribute(path: Path, name: str) -> bytes:
+        asked.add((Path(path).name, name))
+        return struct.pack("<IIQQIHH", 0x0BD10BD0, 1, 5, 6, 2**20, 1, 0) + bytes(24)
+
+    monkeypatch.setattr(os, "getxattr", attribute, raising=False)
+    found = diagnose(tmp_path / "out", device="cpu")
+    files = [file for rank in found.ranks for file in rank.files]
+    assert {(file.name, "lustre.lov") for file in files} == asked
+    assert {file.num_stripes for file in files} == {1}
+
+    def notes(stripes: int | None, nbytes: int) -> list[str]:
+        ranks = tuple(
+            replace(rank, files=tuple(replace(file, num_stripes=stripes, nbytes=nbytes) for file in rank.files))
+            for rank in found.ranks
+        )
+        return [line for line in lines_of(diagnosis(replace(found, ranks=ranks))) if "stripe" in line]
+
+    assert notes(1, 2**28) == [
+        "note Lustre has 2 large files in one stripe, read from one server: lfs migrate -c 8 FILE stripes a file over 8"
+    ]
+    assert notes(1, 2**28 - 1) == notes(2, 2**28) == notes(None, 2**28) == []

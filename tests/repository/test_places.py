@@ -20,6 +20,7 @@ EXCEPTIONS = {
     "relayout/storage/local/store.py": "the conformance suite of stores: storage/test_stores.py",
     "relayout/storage/web/http.py": "the conformance suite of stores: storage/test_stores.py",
     "relayout/storage/web/hub.py": "loads from the hub: loader/test_hub.py",
+    "relayout/storage/web/hub_library.py": "loads from the hub: loader/test_hub.py, storage/test_hub_bucket.py",
 }
 """Modules that are tested only as a part of something larger, and where."""
 

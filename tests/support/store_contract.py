@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
-from support import oci_server, s3_server, toy_store
+from support import hub_server, oci_server, s3_server, toy_store
 
 from relayout.errors import FormatError
 from relayout.publish.output import Output, Replaceable, Work
@@ -18,6 +18,7 @@ from relayout.publish.publishers import StoreDestination
 from relayout.storage.cloud.bucket import BucketClient
 from relayout.storage.cloud.store import CloudStore
 from relayout.storage.stores import Store, find_store
+from relayout.storage.web.hub_bucket import HubBucketClient
 from relayout.storage.web.oci import OciStore
 
 MARKER = "marker.txt"
@@ -102,11 +103,27 @@ def _write_to_registry(store: Store, name: str, content: bytes) -> None:
     registry.write(*place, registry.files(*place) | {store.full_name(name): content})
 
 
+def _hub_place(folder: Path) -> str:
+    hub_server.shared().buckets.setdefault(_repository(folder), {})
+    return f"hf://buckets/{_repository(folder)}"
+
+
+def _clear_hub(folder: Path) -> None:
+    hub_server.shared().buckets.pop(_repository(folder), None)
+
+
+def _write_to_hub(store: Store, name: str, content: bytes) -> None:
+    assert isinstance(store, CloudStore)
+    assert isinstance(store.client, HubBucketClient)
+    hub_server.shared().buckets[store.client.bucket][store.full_name(name)] = content
+
+
 KINDS = {
     "local": Kind(lambda folder: str(folder), _write_local),
     "toy": Kind(lambda folder: f"toy://{folder.name}", _write_toy, lambda folder: toy_store.shelf(folder.name).clear()),
     "s3": Kind(lambda folder: f"s3://{folder.name}", _write_to_server, _clear_server),
     "web": Kind(_web_place, _write_to_server, _clear_server, is_writable=False, is_listed=False),
+    "hub": Kind(_hub_place, _write_to_hub, _clear_hub, is_writable=False),
     "oci": Kind(_oci_place, _write_to_registry, _clear_registry, is_writable=False, has_plain=False, stays=True),
 }
 REAL_STORES = "RELAYOUT_TEST_STORES"
@@ -168,6 +185,9 @@ class Ground:
 def ground(name: str, folder: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Ground]:
     if name == "oci":
         pytest.importorskip("urllib3", reason="the client of registries")
+    if name == "hub":
+        pytest.importorskip("huggingface_hub", reason="the hub's own library")
+        hub_server.point_to(hub_server.shared().hub.url, monkeypatch, folder / ".hub")
     if name in ("s3", "web"):
         pytest.importorskip("obstore", reason="the client of object stores")
         for variable, value in s3_server.environment(s3_server.shared()).items():

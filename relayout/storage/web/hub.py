@@ -1,9 +1,9 @@
 """Repositories of models on the Hugging Face hub: `hf://ORG/MODEL[@REVISION][/FOLDER]`.
 
-The hub's own library provides the address of the hub, the user's token, and the address of each file. It keeps
-downloaded files in its cache on this machine, and relayout reads them there. This module reads ranges: each file is
-resolved once, to a signed URL, and its ranges are requested from that URL. So the hub's limit on requests applies to
-the number of files, and not to the number of ranges.
+The hub's own library (`hub_library`) says where the bytes of a file are, and keeps what was downloaded in its cache on
+this machine, which is read there. Here are the ranges: each file is resolved once, to a signed URL from which its
+ranges come. So the hub's limit on requests is met by the number of files and not of ranges. `hub_bucket` has its
+buckets.
 """
 
 from __future__ import annotations
@@ -11,24 +11,31 @@ from __future__ import annotations
 import errno
 import re
 import threading
-import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
 from importlib.util import find_spec
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any
 from urllib.parse import quote
 
-from relayout.errors import FormatError, MissingPathError, PlanError, RelayoutError, how_to_install, shown
+from relayout.errors import FormatError, MissingPathError, PlanError, how_to_install, shown
 from relayout.format.fields import Fields, is_plain_path, parse_object
 from relayout.storage.cloud import connect
-from relayout.storage.cloud.failures import persistent, replaced, request_error, seconds_of, texts_of
-from relayout.storage.cloud.store import CLOUD_COST, Body, CloudStore, timed
+from relayout.storage.cloud.failures import persistent, replaced
+from relayout.storage.cloud.store import CLOUD_COST, Body, CloudStore
 from relayout.storage.local.store import LocalStore
 from relayout.storage.stores import Access, FileStat, Kind, ReadableFile, RequestCost, RequestError, Store
-from relayout.storage.web import http
-
-Asked = TypeVar("Asked")
+from relayout.storage.web import http, hub_bucket
+from relayout.storage.web.hub_library import (
+    Address,
+    address_of,
+    asked,
+    denied,
+    endpoint,
+    library,
+    metadata_of,
+    read_answer,
+)
 
 _URL = re.compile(
     r"hf://(?P<repo>[\w.-]+/[\w.-]+)(?:@(?P<revision>[^/@?#]+))?(?P<folder>(?:/[^/?#]+)*)/?", re.IGNORECASE | re.ASCII
@@ -36,20 +43,6 @@ _URL = re.compile(
 _REPO = re.compile(r"[A-Za-z0-9][\w.-]*/[\w.-]+", re.ASCII)
 _COMMIT = re.compile(r"[0-9a-f]{40}", re.ASCII)
 _MAX_INFO_NBYTES = 64 * 2**20
-_SIGNED_SECONDS = 600.0
-"""Seconds after which a file is resolved again. The hub's signed URLs are valid for an hour."""
-
-
-@dataclass(frozen=True, slots=True)
-class _Address:
-    """The address of a file's bytes."""
-
-    url: str
-    headers: Mapping[str, str]
-    since: float
-    """Time when the address was resolved, by the clock `time.monotonic`."""
-    is_xet: bool
-    """True if the hub offers the bytes by Xet, the protocol of its own tools."""
 
 
 class HubClient:
@@ -64,7 +57,7 @@ class HubClient:
         """The name, as ORG/MODEL."""
         self.revision = revision
         """A branch, tag or commit; None: the main branch."""
-        self._addresses: dict[str, _Address] = {}
+        self._addresses: dict[str, Address] = {}
         self._lock = threading.Lock()
         self._is_offline = False
         self._known: tuple[str, Mapping[str, FileStat]] | None = None
@@ -117,11 +110,13 @@ class HubClient:
         raise MissingPathError(what, path=self.repo)
 
     def _request_commit(self, *, is_expected: bool) -> tuple[str, Mapping[str, FileStat]]:
-        """Request commit and files. Without `is_expected`, the request is not repeated if the hub is unreachable."""
+        """Request commit and files. Without `is_expected`, the request is not repeated if the hub cannot be reached."""
+        revision = f"/revision/{quote(self.revision, safe='')}" if self.revision else ""
+        url = f"{endpoint()}/api/models/{self.repo}{revision}?blobs=true"
 
         def ask() -> bytes:
             try:
-                return self._asked(self._info, self.root)
+                return asked(lambda: read_answer(url, self.root, _MAX_INFO_NBYTES)[0], self.root, self._download)
             except RequestError as error:
                 if error.status is None and not is_expected:
                     raise RequestError(errno.ENOTCONN, str(error.strerror), self.root) from None
@@ -133,20 +128,6 @@ class HubClient:
         if self.revision is not None and _COMMIT.fullmatch(self.revision) and commit != self.revision:
             raise FormatError(f"is of commit {commit}", path=location, code="mismatch")
         return commit, dict(_file(entry, location) for entry in top.column("siblings", dict))
-
-    def _info(self) -> bytes:
-        """Request commit and files. The library's `model_info` would follow redirects, and read without a limit."""
-        hub, content = _hub(), bytearray()
-        revision = f"/revision/{quote(self.revision, safe='')}" if self.revision else ""
-        url = f"{hub.constants.ENDPOINT}/api/models/{self.repo}{revision}?blobs=true"
-        options = {"headers": hub.utils.build_hf_headers(), "timeout": connect.STALL_SECONDS}
-        with hub.utils.get_session().stream("GET", url, follow_redirects=False, **options) as answer:
-            hub.utils.hf_raise_for_status(answer)
-            for piece in timed(answer.iter_bytes(), self.root):
-                content += piece
-                if len(content) > _MAX_INFO_NBYTES:
-                    raise FormatError(f"more than {_MAX_INFO_NBYTES} bytes", path=self.root, code="limit")
-        return bytes(content)
 
     def _cached(self) -> tuple[str, Mapping[str, FileStat]] | None:
         """Return commit and files in the hub's cache, read as the hub's own tools do; None if they are not cached."""
@@ -165,9 +146,9 @@ class HubClient:
 
     @property
     def _cache(self) -> Path:
-        """Path of the repository's folder in the hub's own cache."""
-        name = _hub().file_download.repo_folder_name(repo_id=self.repo, repo_type="model")
-        return Path(_hub().constants.HF_HUB_CACHE, name)
+        """The repository's folder in the hub's own cache."""
+        name = library().file_download.repo_folder_name(repo_id=self.repo, repo_type="model")
+        return Path(library().constants.HF_HUB_CACHE, name)
 
     def snapshot_of(self, commit: str) -> Path | None:
         """Return the folder of a commit in the hub's own cache, which may lack files; None if it does not exist."""
@@ -183,15 +164,14 @@ class HubClient:
         if version not in (None, known.version):
             raise replaced(location)
         address = self._addresses.get(name)
-        is_old = address is None or time.monotonic() - address.since > _SIGNED_SECONDS
-        for is_new in (True,) if is_old else (False, True):
+        for is_new in (True,) if address is None or address.is_old else (False, True):
             address = self._resolve(name, known) if is_new or address is None else address
             try:
                 body = http.get(address.url, location, start, end, None, address.headers)
                 break
             except RequestError as error:
                 if error.status not in (401, 403) or is_new:
-                    raise _denied(error, address, location) from None
+                    raise denied(error, address, location, self._download) from None
         if body.stat.nbytes != known.nbytes:
             raise replaced(location)
         end = body.part[1]
@@ -206,87 +186,19 @@ class HubClient:
             if not prefix or name.startswith(f"{prefix}/"):
                 yield name, stat.version
 
-    def _resolve(self, name: str, known: FileStat) -> _Address:
-        """Request a file's address from the hub. Several threads may do so at once.
-
-        An address on another server is safe to accept: it is https, as the hub is; length and hash must match the
-        commit; and the token is not sent there.
-        """
-        hub, location = _hub(), f"{self.root}/{name}"
-        url = hub.hf_hub_url(self.repo, name, revision=self.commit)
-        found = persistent(
-            lambda: self._asked(lambda: hub.get_hf_file_metadata(url, timeout=connect.STALL_SECONDS), location),
-            location,
-        )
+    def _resolve(self, name: str, known: FileStat) -> Address:
+        """Request a file's address from the hub. Several threads may do so at once."""
+        location = f"{self.root}/{name}"
+        url = library().hf_hub_url(self.repo, name, revision=self.commit)
+        found = metadata_of(url, location, self._download)
         if (found.etag, found.size) != (known.version, known.nbytes):
             raise FormatError("the hub returned a file that is not the commit's", path=location, code="mismatch")
-        scheme, _, rest = found.location.partition("://")
-        is_hub = http.is_same_server(found.location, url)
-        if not is_hub and (scheme not in ("https", url.partition(":")[0]) or "@" in rest.partition("/")[0]):
-            raise RequestError(errno.EPROTO, f"the hub redirects to {shown(scheme)}, expected https", location)
-        headers = hub.utils.build_hf_headers() if is_hub else {}  # The hub itself serves small files.
-        address = _Address(found.location, headers, time.monotonic(), found.xet_file_data is not None)
-        self._addresses[name] = address
+        address = self._addresses[name] = address_of(found, url, location)
         return address
 
-    def _asked(self, call: Callable[[], Asked], location: str) -> Asked:
-        """Return the result of a call of the hub's library. Its errors are translated, without text from a server."""
-        try:
-            return call()
-        except Exception as error:
-            failure = _translated(error, location, self.repo)
-        raise failure  # Raised here, without a reference to the library's error, which a traceback would show.
-
-
-_LOG_IN = "log in (hf auth login, or HF_TOKEN)"
-_ERRORS: dict[str, tuple[type[FormatError | PlanError], str]] = {
-    "GatedRepoError": (PlanError, f"is gated: accept its terms on the hub, and {_LOG_IN}"),
-    "RepositoryNotFoundError": (PlanError, f"no such repository on the hub; for a private one, {_LOG_IN}"),
-    "RevisionNotFoundError": (PlanError, "no such revision of the repository"),
-    "EntryNotFoundError": (FormatError, "is missing"),
-}
-"""Translations of the library's errors by class name. The first entry in the method resolution order counts."""
-_STATUS = {
-    400: (errno.EINVAL, "the hub refuses the request"),
-    401: (errno.EACCES, f"the hub refuses the token: {_LOG_IN}"),
-    403: (errno.EACCES, "the token may not read it"),
-    404: (errno.ENOENT, "not found on the hub"),
-    429: (errno.EAGAIN, "the hub throttles requests from here: retry later, or use a token"),
-}
-
-
-def _translated(error: Exception, location: str, repo: str) -> Exception:
-    """Translate an error of the library. Its exceptions come from packages that change with each major version."""
-    errors = _hub().errors
-    for kind in type(error).__mro__:
-        if kind.__name__ in _ERRORS:
-            family, what = _ERRORS[kind.__name__]
-            return family(what, path=location, code="missing")
-    if isinstance(error, errors.OfflineModeIsEnabled):
-        what = (
-            "HF_HUB_OFFLINE is set, and the hub's cache on this machine does not have it: download it where there is"
-            f" a network (hf download {repo}), or unset HF_HUB_OFFLINE"
-        )
-        return RequestError(errno.ENOTCONN, what, location)
-    if isinstance(error, errors.HfHubHTTPError):
-        status, wait = error.response.status_code, seconds_of(error.response.headers.get("retry-after"))
-        number, what = _STATUS.get(status, (errno.EIO, "the hub returned a server error: retry later"))
-        return RequestError(number, f"{what} (HTTP {status})", location, status, retry_after=wait)
-    if isinstance(error, RelayoutError | RequestError):
-        return error
-    if isinstance(error, ValueError):  # An invalid address.
-        return FormatError("the hub's answer is not what its library expects", path=location, code="invalid")
-    return request_error(http.without_hosts(texts_of(error)), location)
-
-
-def _denied(error: RequestError, address: _Address, location: str) -> RequestError:
-    """Return the error for bytes that are denied, although the hub has just signed their URL."""
-    if error.status not in (401, 403) or not address.is_xet:
-        return error
-    what = (
-        "the hub serves this file by Xet only: download it with the hub's own tool (hf download), and give the folder"
-    )
-    return RequestError(errno.EACCES, f"{what} (HTTP {error.status})", location, error.status)
+    @property
+    def _download(self) -> str:
+        return f"hf download {self.repo}"
 
 
 def _file(entry: Mapping[str, Any], location: str) -> tuple[str, FileStat]:
@@ -343,12 +255,14 @@ class HubStore(CloudStore):
 
 
 def offer(url: str) -> Store:
-    """Return the store of a repository, or of a folder in it, without a request."""
+    """Return a repository, a bucket, or a folder in one, without a request."""
+    connect.require("huggingface_hub", url, "hub")
+    connect.require("urllib3", url, "hub")
+    if hub_bucket.is_of_bucket(url):
+        return hub_bucket.offer(url)
     match = _URL.fullmatch(url)
     if match is None or {".", ".."} & set(match["folder"].split("/")):
         raise PlanError("expected hf://ORG/MODEL, hf://ORG/MODEL@REVISION or a folder below it", code="option")
-    connect.require("huggingface_hub", url, "hub")
-    connect.require("urllib3", url, "hub")
     return HubStore(HubClient(match["repo"], match["revision"]), match["folder"].strip("/"))
 
 
@@ -372,12 +286,3 @@ def advice_on_model(path: str) -> str:
 
 def _is_installed() -> bool:
     return find_spec("huggingface_hub") is not None and find_spec("urllib3") is not None
-
-
-def _hub() -> Any:
-    """Import and return the hub's library. The import takes long, so it is done on first use."""
-    import huggingface_hub.errors
-    import huggingface_hub.file_download
-    import huggingface_hub.utils
-
-    return huggingface_hub

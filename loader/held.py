@@ -12,7 +12,7 @@ import numpy as np
 import xxhash
 
 from relayout.core.extents import Bytes, Extent, Transfer, align_down, align_up, copy_runs, split
-from relayout.core.slices import NOT_HELD, WHOLE, Range, Slice, merged, num_bytes, positions
+from relayout.core.slices import NOT_HELD, WHOLE, Range, Slice, TensorHead, merged, positions
 from relayout.errors import PlanError
 from relayout.loader.tensors import bytes_of, dtype_name, torch_dtype, view_of, why_not_plain
 
@@ -22,22 +22,6 @@ if TYPE_CHECKING:
 _HASHED_NBYTES = 2**24
 _COMPILED, _CHECKPOINTED = "_orig_mod", "_checkpoint_wrapped_module"
 """The attributes in which torch.compile and activation checkpointing keep the module that they wrap."""
-
-
-@dataclass(frozen=True, slots=True)
-class TensorHead:
-    """The name, dtype and shape of a tensor, as in a safetensors header."""
-
-    name: str
-    dtype: str
-    shape: tuple[int, ...]
-
-    @property
-    def nbytes(self) -> int:
-        """Bytes as stored."""
-        nbytes = num_bytes(self.dtype, self.shape)
-        assert nbytes is not None
-        return nbytes
 
 
 @dataclass(frozen=True, slots=True, eq=False)

@@ -16,9 +16,9 @@ from dataclasses import dataclass
 from math import prod
 from typing import TYPE_CHECKING, Any, TypeAlias
 
-from relayout.core.slices import NOT_HELD, Range, Slice, positions
+from relayout.core.slices import NOT_HELD, Range, Slice, TensorHead, positions
 from relayout.errors import PlanError
-from relayout.loader.held import HeldTensor, TensorHead
+from relayout.loader.held import HeldTensor
 from relayout.loader.tensors import torch_dtype
 
 if TYPE_CHECKING:

@@ -13,37 +13,13 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import numpy.typing as npt
 
-from relayout.core.slices import BITS
+from relayout.core.slices import BITS, TORCH_NAMES
 from relayout.errors import PlanError
 
 if TYPE_CHECKING:
     import torch
 
     from relayout.loader.sources.rank import TensorColumns
-
-_TORCH_NAMES = {
-    "BOOL": "bool",
-    "F4": "float4_e2m1fn_x2",
-    "U8": "uint8",
-    "I8": "int8",
-    "F8_E5M2": "float8_e5m2",
-    "F8_E4M3": "float8_e4m3fn",
-    "F8_E8M0": "float8_e8m0fnu",
-    "F8_E4M3FNUZ": "float8_e4m3fnuz",
-    "F8_E5M2FNUZ": "float8_e5m2fnuz",
-    "I16": "int16",
-    "U16": "uint16",
-    "F16": "float16",
-    "BF16": "bfloat16",
-    "I32": "int32",
-    "U32": "uint32",
-    "F32": "float32",
-    "C64": "complex64",
-    "F64": "float64",
-    "I64": "int64",
-    "U64": "uint64",
-}
-"""The name in torch of each safetensors dtype, as the safetensors package maps them. torch has no 6-bit types."""
 
 MAX_WORK = 100_000
 """Upper bound of the work of one comparison, in numpy's units. Tensors that need more count as sharing memory."""
@@ -63,14 +39,14 @@ def check_mode() -> None:
 def dtype_name(dtype: torch.dtype) -> str | None:
     """Return the name of a torch dtype in file headers; None if safetensors does not have it."""
     name = str(dtype).removeprefix("torch.")
-    return next((known for known, torch_name in _TORCH_NAMES.items() if torch_name == name), None)
+    return next((known for known, torch_name in TORCH_NAMES.items() if torch_name == name), None)
 
 
 def torch_dtype(name: str, dtype: str) -> torch.dtype:
     """Return torch's dtype for a safetensors dtype; `name`, of the tensor, is for the error message."""
     import torch
 
-    torch_type = getattr(torch, _TORCH_NAMES.get(dtype, ""), None)
+    torch_type = getattr(torch, TORCH_NAMES.get(dtype, ""), None)
     if torch_type is None:
         raise PlanError(f"torch {torch.__version__} has no dtype for {dtype}", tensor=name, code="unsupported")
     assert isinstance(torch_type, torch.dtype)
@@ -80,7 +56,7 @@ def torch_dtype(name: str, dtype: str) -> torch.dtype:
 def numpy_dtype(name: str, dtype: str) -> np.dtype[Any]:
     """Return numpy's dtype for a safetensors dtype: a built-in one, or one that `ml_dtypes` has registered."""
     try:
-        return np.dtype(_TORCH_NAMES.get(dtype, ""))
+        return np.dtype(TORCH_NAMES.get(dtype, ""))
     except TypeError:
         what = f"numpy has no dtype for {dtype}: import ml_dtypes (or jax) first, or use framework 'pt'"
         raise PlanError(what, tensor=name, code="unsupported") from None

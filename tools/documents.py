@@ -453,6 +453,20 @@ def signing() -> str:
     return "\n".join(rows)
 
 
+def dcp() -> str:
+    """What a conversion of a folder of torch DCP takes, and one of its export: `tools/run dcp`."""
+    names = {"direct": "relayout convert", "export": "dcp_to_torch_save, save_file, relayout convert"}
+    rows = ["| way | seconds | CPU s | memory, MB |", "|---|---|---|---|"]
+    figures = {
+        row["way"]: (median(row["all_seconds"]), row["cpu_seconds"], row["peak_nbytes"] / 1e6)
+        for row in _results("dcp")["rows"]
+    }
+    for way, (seconds_, cpu, peak) in figures.items():
+        rows.append(f"| {names[way]} | {seconds_:.1f} | {cpu:.1f} | {peak:.0f} |")
+    ratios = (f"{b / a:.1f} times" for a, b in zip(figures["direct"], figures["export"], strict=True))
+    return "\n".join([*rows, f"| the second to the first | {' | '.join(ratios)} |"])
+
+
 def verified() -> str:
     """What it costs to verify a download: `tools/run verified`."""
     rows = ["| way | from the drive, s | CPU s | from memory, s | CPU s |", "|---|---|---|---|---|"]
@@ -593,6 +607,7 @@ PARTS: dict[str, tuple[Path, Callable[[], str]]] = {
     "compatibility": (_ROOT / "docs" / "guides" / "FLEET.md", compatibility),
     "clients": (_ROOT / "docs" / "guides" / "NFS.md", clients),
     "signing": (_ROOT / "docs" / "guides" / "SIGNING.md", signing),
+    "dcp": (_ROOT / "docs" / "reference" / "CONVERTING.md", dcp),
     "verified": (_ROOT / "docs" / "reference" / "CONVERTING.md", verified),
     "fills": (_REFERENCE / "LOADING.md", fills),
     "families": (_REFERENCE / "MODELS.md", families),

@@ -225,7 +225,7 @@ def advice_without_shards(entries: Sequence[Entry]) -> str:
         {
             entry.name.partition("/")[0]
             for entry in entries
-            if not entry.is_folder and entry.name.count("/") == 1 and entry.name.endswith(".safetensors")
+            if not entry.is_folder and entry.name.count("/") == 1 and entry.name.endswith((".safetensors", ".distcp"))
         }
         - converted
     )
@@ -358,6 +358,8 @@ def _why_file_stays(name: str) -> str | None:
     suffix = PurePosixPath(name).suffix
     if name.startswith("relayout."):
         return "a name reserved for relayout"
+    if suffix == ".distcp":
+        return _TRAINING_STATE
     if "/" in name or not (suffix in _WEIGHT_SUFFIXES or name.endswith(_INDEX_SUFFIX)):
         return None
     if suffix == ".safetensors":  # FORMAT.md, section 2: an output has no others at the top level.

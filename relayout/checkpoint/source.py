@@ -13,13 +13,14 @@ import os
 import re
 from collections import defaultdict
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import lru_cache, partial
 from pathlib import Path
 from typing import Any
 
 import xxhash
 
+from relayout.checkpoint.dcp_folder import is_dcp, read_dcp
 from relayout.checkpoint.folder import (
     SINGLE_NAME,
     Config,
@@ -36,6 +37,7 @@ from relayout.checkpoint.folder import (
     other_shards,
     refuse_incomplete,
 )
+from relayout.checkpoint.shards import model_order
 from relayout.core.arguments import collapse_numbers
 from relayout.core.digests import digest_hex
 from relayout.core.extents import BLOCK, Extent
@@ -56,10 +58,6 @@ from relayout.storage.stores import (
 from relayout.storage.system import filesystem_of
 
 MAX_INDEX_NBYTES = 2**28
-_MARKS = re.compile(r"[\x00-\x03]")
-_ABOVE_MARKS = {mark: f"\3{chr(mark + 4)}" for mark in range(4)}
-"""Escapes the characters that `model_order` uses as marks, and preserves their order."""
-_NUMBER = re.compile(r"\x02([0-9]+)(?=\x00)")
 
 
 @dataclass(frozen=True, slots=True)
@@ -165,7 +163,7 @@ class SourceCheckpoint:
 
 
 def read_source(store: Store, *, by_transformers: bool = False) -> SourceCheckpoint:
-    """Read a checkpoint folder, a Hugging Face cache snapshot, or one .safetensors file.
+    """Read a checkpoint folder, a Hugging Face cache snapshot, a folder of torch DCP, or one .safetensors file.
 
     Only the names in the folder itself are listed, not its subfolders.
 
@@ -242,16 +240,6 @@ def _read(file: ReadableFile, offset: int, nbytes: int) -> bytes:
     return bytes(piece)
 
 
-def model_order(name: str) -> str:
-    """Return a sort key by dotted parts: numbers compare as numbers and precede words, so layer 2 precedes layer 10."""
-    # A string is smaller than a tuple of parts; there may be millions of tensors. Each part begins with a mark for
-    # number (1) or word (2) and ends with 0, which is below both.
-    if _MARKS.search(name):
-        name = name.translate(_ABOVE_MARKS)
-    words = "\2" + name.replace(".", "\0\2") + "\0"
-    return _NUMBER.sub(lambda match: f"\1{len(digits := match[1].lstrip('0')):04}{digits}", words)
-
-
 def _read_folder(root: Store, by_transformers: bool) -> SourceCheckpoint:
     # Folders are included: they may have the name of a file.
     names = sorted(entry.name for entry in root.walk(nowhere))
@@ -262,6 +250,10 @@ def _read_folder(root: Store, by_transformers: bool) -> SourceCheckpoint:
         )
         raise PlanError(what, path=str(root), code="exists")
     refuse_incomplete(root, names)
+    if is_dcp(names):
+        folder = read_dcp(root)
+        source = _read_folder(folder, by_transformers)
+        return replace(source, skipped=(*source.skipped, *folder.left_out))
     shards = [name for name in names if name.endswith(".safetensors")]
     config = find_config(root)
     chosen = chosen_by_transformers(root, names, config.content) if by_transformers else None

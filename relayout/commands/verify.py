@@ -10,7 +10,8 @@ from functools import partial
 from itertools import chain
 
 from relayout.checkpoint.converted import check_present, names_of, read_chunk_digests, read_manifest, read_record
-from relayout.checkpoint.source import SourceCheckpoint, SourceFile, SourceTensor, model_order, read_source
+from relayout.checkpoint.shards import model_order
+from relayout.checkpoint.source import SourceCheckpoint, SourceFile, SourceTensor, read_source
 from relayout.checkpoint.trust import Signed, Trust, policy_of, prove
 from relayout.conversion.consistency import (
     Culprit,

@@ -13,7 +13,8 @@ from typing import Any, Literal, TypeAlias
 
 from relayout.checkpoint.converted import check_file, read_digests, read_record, read_source_digests, read_table
 from relayout.checkpoint.folder import CONFIG_NAME, find_config
-from relayout.checkpoint.source import MAX_INDEX_NBYTES, SourceCheckpoint, model_order, read_shard
+from relayout.checkpoint.shards import model_order
+from relayout.checkpoint.source import MAX_INDEX_NBYTES, SourceCheckpoint, read_shard
 from relayout.conversion.layout import file_metadata, not_for_dcp_because
 from relayout.conversion.sidecar import read_side_file, recorded_source, rows_of_files
 from relayout.core.digests import proof_hex

@@ -131,9 +131,9 @@ def plan_conversion(
     """Read the source's headers and decide everything that `convert` does. Writes nothing.
 
     Args:
-        source: a checkpoint folder, a Hugging Face cache snapshot, or one .safetensors file.
-        output: the folder to write; default is `SOURCE-tpN` next to the source folder. A single file has no default:
-            the output would lie in the folder of the source.
+        source: a checkpoint folder, a Hugging Face cache snapshot, a folder of torch DCP, or one .safetensors file.
+        output: the folder to make; default is `SOURCE-tpN` next to the source folder. A single file has no default: it
+            would lie in the folder of the source.
         options: as for `convert`.
 
     Returns:

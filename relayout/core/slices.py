@@ -44,11 +44,51 @@ BITS: Mapping[str, int] = _Bits(
 )
 """Bits of one element, by the name used in file headers."""
 
+TORCH_NAMES: Mapping[str, str] = {
+    "BOOL": "bool",
+    "F4": "float4_e2m1fn_x2",
+    "U8": "uint8",
+    "I8": "int8",
+    "F8_E5M2": "float8_e5m2",
+    "F8_E4M3": "float8_e4m3fn",
+    "F8_E8M0": "float8_e8m0fnu",
+    "F8_E4M3FNUZ": "float8_e4m3fnuz",
+    "F8_E5M2FNUZ": "float8_e5m2fnuz",
+    "I16": "int16",
+    "U16": "uint16",
+    "F16": "float16",
+    "BF16": "bfloat16",
+    "I32": "int32",
+    "U32": "uint32",
+    "F32": "float32",
+    "C64": "complex64",
+    "F64": "float64",
+    "I64": "int64",
+    "U64": "uint64",
+}
+"""The name in torch of each dtype of safetensors, as that package maps them; torch has no 6-bit types."""
+
 
 def num_bytes(dtype: str, shape: tuple[int, ...]) -> int | None:
     """Return the bytes of a dense tensor; None if its bits are not a multiple of 8 (possible for small dtypes)."""
     bits = prod(shape) * BITS[dtype]
     return bits // 8 if bits % 8 == 0 else None
+
+
+@dataclass(frozen=True, slots=True)
+class TensorHead:
+    """A tensor's entry in a header, without its position."""
+
+    name: str
+    dtype: str
+    shape: tuple[int, ...]
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes as stored."""
+        nbytes = num_bytes(self.dtype, self.shape)
+        assert nbytes is not None
+        return nbytes
 
 
 Range = tuple[int, int]

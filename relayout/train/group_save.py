@@ -18,6 +18,7 @@ from typing import NamedTuple, Protocol, TypeVar
 import numpy as np
 import numpy.typing as npt
 
+from relayout.checkpoint.shards import MemoryShard
 from relayout.checkpoint.source import identity_of
 from relayout.conversion.jobs import complete_parts
 from relayout.conversion.layout import Conversion
@@ -28,16 +29,15 @@ from relayout.conversion.steps import CopyPlan, Step, TensorDigests, Written
 from relayout.core.arguments import ranks_text
 from relayout.core.digests import EMPTY_DIGEST, Hash, new_digest
 from relayout.core.extents import Bytes, Extent, Transfer, split
-from relayout.core.slices import CutTensor, Range
+from relayout.core.slices import CutTensor, Range, TensorHead
 from relayout.core.workers import each
 from relayout.errors import FormatError, PlanError
 from relayout.loader.group.all_to_all import AllToAll
 from relayout.loader.group.collectives import Group
-from relayout.loader.held import HeldTensor, TensorHead
+from relayout.loader.held import HeldTensor
 from relayout.publish.output import Output, Work
 from relayout.publish.publishers import Destination
 from relayout.reporting import Progress, reporting
-from relayout.train.memory_folder import MemoryShard
 
 Item = TypeVar("Item")
 ShardRange = tuple[str, Extent]

@@ -9,28 +9,25 @@ from __future__ import annotations
 import json
 import os
 import sys
-from bisect import bisect_right
 from collections.abc import Callable, Container, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from itertools import accumulate
 from typing import Any
 
 from relayout.checkpoint.folder import (
     CONFIG_NAME,
-    SINGLE_NAME,
     check_exists,
     find_config,
     find_side_files,
     parse_config,
 )
+from relayout.checkpoint.shards import METADATA, MemoryShard
 from relayout.checkpoint.source import MAX_INDEX_NBYTES, SourceCheckpoint, SourceFile, SourceTensor
 from relayout.core.extents import Extent
+from relayout.core.slices import TensorHead
 from relayout.errors import FormatError, PlanError, warn
 from relayout.format.index import HUB_INDEX_NAME
 from relayout.format.manifest import MAX_TABLE_NBYTES
-from relayout.format.safetensors import LENGTH_NBYTES, entries_text, entry_head, join_header, json_text
-from relayout.loader.held import HeldTensor, TensorHead
-from relayout.loader.tensors import torch_dtype
+from relayout.loader.held import HeldTensor
 from relayout.storage.stores import (
     LOCAL_COST,
     Access,
@@ -48,102 +45,6 @@ from relayout.storage.stores import (
     find_input,
     read_whole,
 )
-
-_METADATA = {"format": "pt"}
-"""The metadata that transformers and huggingface_hub save."""
-_HEADER_ALIGNMENT = 8
-"""The alignment of the data section in bytes (safetensors 0.8.0, `src/tensor.rs`, `prepare`)."""
-
-
-@dataclass(frozen=True, slots=True)
-class MemoryShard:
-    """A shard that is never written."""
-
-    name: str
-    header: bytes
-    """The bytes before the data section."""
-    tensors: tuple[int, ...]
-    """Positions of its tensors, in the order of the file."""
-    starts: tuple[int, ...]
-    """Absolute file offset of each tensor, and of the end of the file."""
-
-    @property
-    def nbytes(self) -> int:
-        """Length of the whole file."""
-        return self.starts[-1]
-
-    def parts(self, extent: Extent) -> Iterator[tuple[int, Extent, int]]:
-        """Yield the tensor bytes in an extent of the file: (position, bytes of the tensor, offset in the extent)."""
-        first = max(0, bisect_right(self.starts, extent.offset) - 1)
-        for t, start, end in zip(self.tensors[first:], self.starts[first:], self.starts[first + 1 :], strict=False):
-            if start >= extent.end:
-                return
-            low, high = max(start, extent.offset), min(end, extent.end)
-            if low < high:
-                yield t, Extent(low - start, high - low), low - extent.offset
-
-
-def in_stored_order(heads: Sequence[TensorHead], tensors: Sequence[int]) -> list[int]:
-    """Return tensors in the order in which safetensors writes them, found by letting it write empty tensors."""
-    import torch
-    from safetensors.torch import save
-
-    by_name = {heads[t].name: t for t in tensors}
-    blob = save({name: torch.empty(0, dtype=torch_dtype(name, heads[t].dtype)) for name, t in by_name.items()})
-    length = int.from_bytes(blob[:LENGTH_NBYTES], "little")
-    return [by_name[name] for name in json.loads(blob[LENGTH_NBYTES : LENGTH_NBYTES + length])]
-
-
-def share_out(sizes: Sequence[int], max_shard_nbytes: int) -> list[list[int]]:
-    """Return the tensors of each shard, as positions, from their bytes.
-
-    The rule is that of huggingface_hub 2.4 (`serialization/_base.py`, `split_state_dict_into_shards_factory`): in the
-    given order; a tensor above the limit is a shard of its own.
-    """
-    shards: list[list[int]] = []
-    current: list[int] = []
-    filled = 0
-    for index, nbytes in enumerate(sizes):
-        if nbytes > max_shard_nbytes:
-            shards.append([index])
-            continue
-        if filled + nbytes > max_shard_nbytes:
-            shards.append(current)
-            current, filled = [], 0
-        current.append(index)
-        filled += nbytes
-    return [*shards, current] if current else shards
-
-
-def lay_out_shards(
-    heads: Sequence[TensorHead], shared_out: Sequence[Sequence[int]], totals: Mapping[str, int]
-) -> tuple[list[MemoryShard], bytes | None]:
-    """Return the shards, and the index.json if there are several.
-
-    Args:
-        shared_out: positions of each shard's tensors, in the order of the file.
-        totals: the `metadata` of the index.
-    """
-    names = [f"model-{index + 1:05}-of-{len(shared_out):05}.safetensors" for index in range(len(shared_out))]
-    if len(names) == 1:
-        names = [SINGLE_NAME]
-    shards = [_shard(name, heads, tensors) for name, tensors in zip(names, shared_out, strict=True)]
-    if len(shards) == 1:
-        return shards, None
-    weight_map = {heads[t].name: shard.name for shard in shards for t in shard.tensors}
-    top = {"metadata": totals, "weight_map": weight_map}
-    return shards, (json.dumps(top, indent=2, sort_keys=True) + "\n").encode()
-
-
-def _shard(name: str, heads: Sequence[TensorHead], tensors: Sequence[int]) -> MemoryShard:
-    ends = list(accumulate((heads[t].nbytes for t in tensors), initial=0))
-    entries = (
-        (json_text(heads[t].name), entry_head(heads[t].dtype, heads[t].shape), start, end)
-        for t, start, end in zip(tensors, ends, ends[1:], strict=False)
-    )
-    header = join_header(entries_text(entries), _METADATA, _HEADER_ALIGNMENT)
-    return MemoryShard(name, header, tuple(tensors), tuple(len(header) + end for end in ends))
-
 
 Fill = Callable[[str, Extent, memoryview], None]
 """Fills memory with an extent of a shard, given by name. It does not change bytes of the header, or after the shard's
@@ -247,7 +148,7 @@ def checkpoint_of(folder: MemoryFolder, heads: Sequence[TensorHead]) -> SourceCh
             SourceFile(shard.name, shard.nbytes, len(shard.header), shard.header, folder.version) for shard in shards
         ),
         tensors=tuple(SourceTensor(head.name, head.dtype, head.shape, *extents[t]) for t, head in enumerate(heads)),
-        metadata=_METADATA,
+        metadata=METADATA,
         config=find_config(folder).content,
         index=None if index is None else (HUB_INDEX_NAME, index),
         side=None,

@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, Any, TypeVar, Unpack, cast
 
 from relayout.checkpoint.converted import CONVERTED
 from relayout.checkpoint.delta import DELTA_OUTPUT
+from relayout.checkpoint.shards import DEFAULT_SHARD_NBYTES
 from relayout.checkpoint.signing import signed, signer_of
 from relayout.conversion.layout import Conversion
 from relayout.conversion.planning import CutOptions, PlanOptions
@@ -37,7 +38,7 @@ from relayout.train.changing import Changing
 from relayout.train.comparing import KeptStep, StepOutput
 from relayout.train.group_save import GroupSave, PlannedSave
 from relayout.train.root import Root
-from relayout.train.save import DEFAULT_SHARD_NBYTES, DEFAULT_THREADS, Held, Saving, check_floating, holding, start
+from relayout.train.save import DEFAULT_THREADS, Held, Saving, check_floating, holding, start
 
 if TYPE_CHECKING:
     import torch

@@ -16,7 +16,15 @@ import numpy as np
 
 from relayout.checkpoint.converted import CONVERTED
 from relayout.checkpoint.folder import CONFIG_NAME
-from relayout.checkpoint.source import identity_of, model_order
+from relayout.checkpoint.shards import (
+    DEFAULT_SHARD_NBYTES,
+    MemoryShard,
+    in_stored_order,
+    lay_out_shards,
+    model_order,
+    share_out,
+)
+from relayout.checkpoint.source import identity_of
 from relayout.conversion.layout import Conversion
 from relayout.conversion.planning import ConvertOptions, PlanOptions
 from relayout.conversion.resume import fingerprint_of
@@ -24,35 +32,28 @@ from relayout.conversion.run import Summary, carry_out, share_memory
 from relayout.core.arguments import integer, size, takes
 from relayout.core.digests import digest_hex
 from relayout.core.extents import Extent
-from relayout.core.slices import NOT_HELD, Cut, CutTensor, Slice
+from relayout.core.slices import NOT_HELD, Cut, CutTensor, Slice, TensorHead
 from relayout.errors import PlanError, shown
 from relayout.format.index import HUB_INDEX_NAME
 from relayout.format.safetensors import METADATA_KEY
 from relayout.loader.group.all_to_all import round_nbytes
 from relayout.loader.group.collectives import Alone, Group
-from relayout.loader.held import HeldTensor, TensorHead
+from relayout.loader.held import HeldTensor
 from relayout.publish.publishers import StoreDestination
 from relayout.reporting import Progress
 from relayout.storage.stores import find_store
 from relayout.train.group_save import Copying, Exchange, GroupSave, MemberParts, PlannedSave
 from relayout.train.memory_folder import (
     MemoryFolder,
-    MemoryShard,
     check_names,
     checkpoint_of,
     files_of,
-    in_stored_order,
-    lay_out_shards,
     second_names,
-    share_out,
 )
 
 if TYPE_CHECKING:
     import torch
     from torch.distributed import ProcessGroup
-
-DEFAULT_SHARD_NBYTES = 50 * 10**9
-"""The size of shards in transformers 5 (`max_shard_size` of `save_pretrained`), in bytes."""
 
 DEFAULT_THREADS = 4
 DEFAULT_MEMORY = 2**27

@@ -14,21 +14,20 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 import pytest
-from hypothesis import example, given
-from hypothesis import strategies as st
 from safetensors.numpy import save_file
 from support.local_stores import read_source
 from support.rights import drop_superuser_rights
 from support.toy_store import shelf
 
 import relayout
-from relayout.checkpoint.source import SourceCheckpoint, model_order
+from relayout.checkpoint.shards import lay_out_shards
+from relayout.checkpoint.source import SourceCheckpoint
 from relayout.checkpoint.source import read_source as source_of
 from relayout.commands.convert import convert
+from relayout.core.slices import TensorHead
 from relayout.errors import FormatError, PlanError
-from relayout.loader.held import TensorHead
 from relayout.storage.local.store import LocalStore
-from relayout.train.memory_folder import MemoryFolder, lay_out_shards
+from relayout.train.memory_folder import MemoryFolder
 
 Array = npt.NDArray[Any]
 INDEX = "model.safetensors.index.json"
@@ -573,18 +572,6 @@ def test_tensors_come_in_model_order_across_shards(tmp_path: Path) -> None:
     write(tmp_path / "x.safetensors", dict.fromkeys(order[::2], A))
     write(tmp_path / "y.safetensors", dict.fromkeys(order[1::2], A))
     assert [tensor.name for tensor in read_source(tmp_path).tensors] == order
-
-
-@given(st.lists(st.text(alphabet="\0\1\2\3\4.01a9²é", max_size=8), max_size=8))
-@example(["b", "a.٣", "a.²", "a.x", "a.", "a.10", "a.7.b", f"a.{10**25}", f"a.{9 * 10**24}", "a.7", "a"])
-def test_model_order_is_that_of_the_parts(names: list[str]) -> None:
-    """Parts as tuples compare as FORMAT.md says: numbers by value, and before words."""
-
-    def by_parts(name: str) -> list[tuple[bool, int, str]]:
-        parts = name.split(".")
-        return [(False, int(part), "") if part.isascii() and part.isdigit() else (True, 0, part) for part in parts]
-
-    assert sorted(names, key=model_order) == sorted(names, key=by_parts)
 
 
 def test_an_index_that_names_very_many_files_is_read_in_linear_time(tmp_path: Path) -> None:

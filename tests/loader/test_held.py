@@ -18,9 +18,9 @@ from torch.distributed.tensor import DTensor, Replicate
 from torch.distributed.tensor.placement_types import Placement, Shard, _StridedShard
 
 from relayout.core.extents import Extent
-from relayout.core.slices import WHOLE, Cut
+from relayout.core.slices import WHOLE, Cut, TensorHead
 from relayout.errors import PlanError
-from relayout.loader.held import HeldTensor, TensorHead, _as_numbers, part_of, unwrapped
+from relayout.loader.held import HeldTensor, _as_numbers, part_of, unwrapped
 from relayout.train.group_save import MemberParts
 from relayout.train.save import Held
 

@@ -20,9 +20,9 @@ from support.families import FAMILIES
 from support.group_worker import NUM_MEMBERS
 
 import relayout
-from relayout.core.slices import NOT_HELD
+from relayout.core.slices import NOT_HELD, TensorHead
 from relayout.errors import PlanError
-from relayout.loader.held import HeldTensor, TensorHead
+from relayout.loader.held import HeldTensor
 from relayout.loader.models import ModelTensorView, _origin_of, storage_of
 
 pytestmark = pytest.mark.xdist_group("transformers")

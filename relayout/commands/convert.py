@@ -28,7 +28,8 @@ def convert(
     Args:
         source: a checkpoint folder, a Hugging Face cache snapshot, a folder of torch DCP, or one .safetensors file.
             Never written to.
-        output: the folder to make; default is `SOURCE-tpN` next to the source folder. It appears complete or not at all.
+        output: the folder to make; default is `SOURCE-tpN` next to the source folder. It appears complete
+            or not at all.
         tp: number of tensor-parallel ranks.
         align: power of two, 512 bytes to 16 MiB. If all slices of a tensor have sizes that are multiples of it, they
             start at multiples of it. Sizes are bytes, or text such as "16KiB".

@@ -63,7 +63,7 @@ app = typer.Typer(
     "contiguous and aligned.",
     epilog="""\b
 First steps:
-  relayout MODEL                     describe a checkpoint, and name the next command
+  relayout MODEL                     describe it, and name the next command
   relayout convert MODEL --tp 8      writes MODEL-tp8 next to it
   vllm serve MODEL-tp8 -tp 8 --load-format relayout
   relayout.load('MODEL-tp8', rank)   in Python

@@ -18,6 +18,7 @@ from statistics import median
 from textwrap import fill
 from typing import Any
 
+from bench import rows as row_reads
 from engines import coverage, registries
 from engines.cases import hub_cases
 from engines.hub_counts import HUB, is_equal, is_not_loaded
@@ -467,6 +468,14 @@ def dcp() -> str:
     return "\n".join([*rows, f"| the second to the first | {' | '.join(ratios)} |"])
 
 
+def rows() -> str:
+    """Reads of rows of a table by their number, and starts with the table in a file: `tools/run bench rows`."""
+    found = _results("rows")["rows"]
+    heads = ("what", "page cache", "rows/s", "ratio", "MiB of the process", "MiB in the page cache", "MB written")
+    lines = (f"| {' | '.join(line)} |" for line in row_reads.summary(found))
+    return "\n".join([f"| {' | '.join(heads)} |", "|---" * len(heads) + "|", *lines])
+
+
 def verified() -> str:
     """What it costs to verify a download: `tools/run verified`."""
     rows = ["| way | from the drive, s | CPU s | from memory, s | CPU s |", "|---|---|---|---|---|"]
@@ -607,6 +616,7 @@ PARTS: dict[str, tuple[Path, Callable[[], str]]] = {
     "compatibility": (_ROOT / "docs" / "guides" / "FLEET.md", compatibility),
     "clients": (_ROOT / "docs" / "guides" / "NFS.md", clients),
     "signing": (_ROOT / "docs" / "guides" / "SIGNING.md", signing),
+    "rows": (_ROOT / "docs" / "MEASURING.md", rows),
     "dcp": (_ROOT / "docs" / "reference" / "CONVERTING.md", dcp),
     "verified": (_ROOT / "docs" / "reference" / "CONVERTING.md", verified),
     "fills": (_REFERENCE / "LOADING.md", fills),

@@ -202,18 +202,45 @@ class Part:
             raise FormatError(what, path=where, code="field") from None
 
 
-class BucketOutput:
+class ScratchOutput:
+    """Base of outputs in remote stores: files are written in local scratch, and threads send them."""
+
+    def __init__(self, scratch: LocalOutput, num_senders: int, name: str) -> None:
+        """Take the scratch. `name` is the prefix of the names of the sending threads."""
+        self._scratch = scratch
+        self._lock = threading.Lock()
+        self._is_over = threading.Event()
+        self._sender = ThreadPoolExecutor(num_senders, name)
+
+    def check_space(self, nbytes: int, part_nbytes: int | None = None) -> None:
+        check_scratch(self._scratch.place.path, nbytes, part_nbytes)
+
+    def write(self, name: str, nbytes: int) -> OutputFile:
+        return self._scratch.write(name, nbytes)
+
+    def stop(self) -> None:
+        """Send nothing more."""
+        self._is_over.set()
+        self._sender.shutdown(wait=True, cancel_futures=True)
+
+    def _check_going_on(self) -> None:
+        """Raise Stopped if the output was given up."""
+        if self._is_over.is_set():
+            raise Stopped("the output was given up")
+
+
+class BucketOutput(ScratchOutput):
     """An output below a prefix, as written by one process; see `Output`."""
 
     def __init__(
         self, prefix: Prefix, marker: str, claim: Claim, files: LocalOutput, *, publishes: bool = True
     ) -> None:
+        super().__init__(files, 1, "relayout-upload")
         self._prefix = prefix
         self._publishes = publishes
         """True if this process publishes the output. Otherwise all files that it writes belong to parts."""
         self._marker = marker
         self._claim = claim
-        self._scratch = files
         self.mark = claim.mark
         self._older = prefix.load(marker, MAX_NBYTES) if marker in claim.older else None
         """Content and version of the older output's marker. None: no older output is replaced."""
@@ -230,9 +257,6 @@ class BucketOutput:
         """True if this process may have sent a file: it may exist, or may come to exist."""
         self._is_lost = False
         """True if other processes have completed the output, or have taken over its prefix."""
-        self._lock = threading.Lock()
-        self._is_over = threading.Event()
-        self._sender = ThreadPoolExecutor(1, "relayout-upload")
         self._sending: Future[None] | None = None
         """The upload of the last part, during which the next part is written."""
 
@@ -240,12 +264,6 @@ class BucketOutput:
     def has_parts(self) -> bool:
         """True if the next attempt can resume from finished parts."""
         return bool(self._parts) and not self._is_lost
-
-    def check_space(self, nbytes: int, part_nbytes: int | None = None) -> None:
-        check_scratch(self._scratch.place.path, nbytes, part_nbytes)
-
-    def write(self, name: str, nbytes: int) -> OutputFile:
-        return self._scratch.write(name, nbytes)
 
     def head(self, name: str, head: bytes, nbytes: int) -> None:
         self._scratch.head(name, head, nbytes)
@@ -312,11 +330,6 @@ class BucketOutput:
             if self._sending is not None:
                 self._sending.result()
 
-    def stop(self) -> None:
-        """Stop sending."""
-        self._is_over.set()
-        self._sender.shutdown(wait=True, cancel_futures=True)
-
     def _send(self, part: str, files: Mapping[str, Sent], others: Mapping[str, Sent], notes: bytes) -> None:
         """Send the files of a part, and then its record.
 
@@ -349,10 +362,6 @@ class BucketOutput:
         os.truncate(path, 0)  # The file may still be open.
         self._scratch.remove(name)
         return Sent(file.nbytes, _version_of(version), file.digest, file.digest_nbytes)
-
-    def _check_going_on(self) -> None:
-        if self._is_over.is_set():
-            raise Stopped("the output was given up")
 
     def _check(self) -> None:
         """Raise PlanError unless the prefix is still claimed by this work."""

@@ -12,21 +12,18 @@ from __future__ import annotations
 
 import hashlib
 import json
-import threading
 from collections.abc import Iterable, Iterator
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import Future
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
 from itertools import chain
 from pathlib import Path
 from typing import NoReturn
 
-from relayout.core.workers import Stopped
 from relayout.errors import FormatError, PlanError
-from relayout.publish.bucket import check_scratch, scratch_folder
+from relayout.publish.bucket import ScratchOutput, scratch_folder
 from relayout.publish.output import LocalOutput, Replaceable, Work
 from relayout.storage.local.descriptors import OpenFolder
-from relayout.storage.local.store import OutputFile
 from relayout.storage.stores import Modes, Store
 from relayout.storage.web.oci import (
     MANIFEST_TYPE,
@@ -130,16 +127,16 @@ class SentBlob:
     nbytes: int
 
 
-class RegistryOutput:
+class RegistryOutput(ScratchOutput):
     """An output under a tag; see `Output`."""
 
     mark = ""
 
     def __init__(self, client: OciClient, files: LocalOutput, marker: str, before: Artifact | None) -> None:
         """Begin an output that replaces the artifact `before`; None: the tag is new."""
+        super().__init__(files, _NUM_BLOBS, "relayout-push")
         self._client = client
         self._before = before
-        self._scratch = files
         self._marker = marker
         self._complete: dict[str, int] = {}
         """Lengths of complete files in scratch that are not being sent."""
@@ -148,17 +145,8 @@ class RegistryOutput:
         """Blobs of files that the registry has, by file name."""
         self.has_sent = False
         """True if a blob was sent."""
-        self._lock = threading.Lock()
-        self._is_over = threading.Event()
-        self._sender = ThreadPoolExecutor(_NUM_BLOBS, "relayout-push")
         self._sending: list[Future[None]] = []
         """The uploads of the last part's files, during which the next part is written."""
-
-    def check_space(self, nbytes: int, part_nbytes: int | None = None) -> None:
-        check_scratch(self._scratch.place.path, nbytes, part_nbytes)
-
-    def write(self, name: str, nbytes: int) -> OutputFile:
-        return self._scratch.write(name, nbytes)
 
     def head(self, name: str, head: bytes, nbytes: int) -> None:
         self._scratch.head(name, head, nbytes)
@@ -191,11 +179,6 @@ class RegistryOutput:
         for future in sending:
             future.result()
 
-    def stop(self) -> None:
-        """Stop sending."""
-        self._is_over.set()
-        self._sender.shutdown(wait=True, cancel_futures=True)
-
     def _send_file(self, name: str) -> None:
         """Send a file from scratch, and delete it there."""
         path = self._scratch.folder.path / name
@@ -215,8 +198,7 @@ class RegistryOutput:
 
     def _going_on(self, pieces: Iterator[bytes]) -> Iterator[bytes]:
         for piece in pieces:
-            if self._is_over.is_set():
-                raise Stopped("the output was given up")
+            self._check_going_on()
             yield piece
 
     def _send_content(self, content: bytes) -> SentBlob:

@@ -207,9 +207,6 @@ def _others(before: _Side, after: _Side) -> dict[str, SideFile | None]:
     others |= {
         side.name: side for side in after.record.side_files if (side.name, side.nbytes, side.digest) not in sides
     }
-    others |= {
-        side.name: side for side in after.record.side_files if (side.name, side.nbytes, side.digest) not in sides
-    }
     if find_signature(after.store, after.blob) is not None:  # So that the folder that `apply` writes has it, too.
         others[SIGNATURE_NAME] = None
     return others

@@ -20,9 +20,6 @@ from relayout.errors import FormatError
 from relayout.format.source_record import FileDigest
 from relayout.storage.reading import hash_files
 
-_NUM_STREAMS = 4
-"""Files that are hashed at the same time: SHA-256 of one file is the work of one thread."""
-
 
 class SourceHashing:
     """Hashes the shards of a source that have known digests, in its own threads, in a `with` block.

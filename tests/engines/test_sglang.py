@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 import torch
 from support.conversions import stock_tensors
+from support.engine_checks import assert_only_this_may_be_missing
 from support.fake_sglang import Engine, ModelConfig, source_of
 from support.fake_vllm import Model, Tensors
 from support.signing import make_keys
@@ -108,15 +109,7 @@ def test_what_sglang_computes_after_the_load_needs_nothing_from_the_checkpoint(
     folders: Path, sglang: Engine, whole: Tensors
 ) -> None:
     """Its NVFP4 keeps swizzled scales of experts in parameters of their own."""
-    for name, is_computed in (("w13_blockscale_swizzled", True), ("w13_weight_scale", False)):
-        model = Model(whole, 0, 2)
-        model.memory[f"model.layers.1.mlp.experts.{name}"] = torch.zeros(64, 8)
-        if is_computed:
-            sglang.load(folders / "llama-tp2", model)
-            model.assert_holds_what_it_cuts_of(whole)
-        else:
-            with pytest.raises(PlanError, match=r"nothing was loaded into model\.layers\.1\..*w13_weight_scale"):
-                sglang.load(folders / "llama-tp2", model)
+    assert_only_this_may_be_missing(sglang, folders, whole, "w13_blockscale_swizzled")
 
 
 def test_what_the_engine_has_loaded_itself_is_looked_at_when_it_comes_from_the_cache(

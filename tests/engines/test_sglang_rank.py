@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 import torch
 from support.conversions import stock_tensors
+from support.engine_checks import PLACES, assert_placed_experts_are_read
 from support.fake_sglang import Engine
 from support.fake_vllm import Model, Tensors
 
@@ -62,19 +63,11 @@ def test_a_class_without_pipeline_parallelism_is_called_that(folders: Path, sgla
         sglang.load(folders / "llama-tp2", staged)
 
 
-@pytest.mark.parametrize("places", [[[0, 1, 2, 3, 4, 5, 6, 7, 0, 1, 2, 3]] * 2, [[7, 6, 5, 4, 3, 2, 1, 0]] * 2])
+@pytest.mark.parametrize("places", PLACES)
 def test_experts_that_are_twice_or_placed_by_a_map_are_read_by_their_names(
     folders: Path, sglang: Engine, places: list[list[int]]
 ) -> None:
-    """A folder with the same number of owners has others in its blocks."""
-    whole = stock_tensors(folders / "moe")
-    sglang.own_experts()
-    sglang.places = places
-    per_rank = len(places[0]) // 2
-    for rank in range(2):
-        model = Model(whole, rank, 2, experts=places[0][rank * per_rank :][:per_rank])
-        sglang.load(folders / "moe-ep2", model, strict=True)
-        model.assert_holds_what_it_cuts_of(whole)
+    assert_placed_experts_are_read(sglang, folders, places)
 
 
 @pytest.mark.parametrize("owners", [2, 4])

@@ -12,6 +12,7 @@ import pytest
 import torch
 from safetensors.torch import save_file
 from support.conversions import stock_tensors
+from support.engine_checks import PLACES, assert_only_this_may_be_missing, assert_placed_experts_are_read
 from support.fake_tokenspeed import LOADER, Engine, install
 from support.fake_vllm import Model, Tensors
 from support.signing import make_keys
@@ -131,18 +132,11 @@ def test_a_pipeline_stage_reads_only_its_layers(folders: Path, tokenspeed: Engin
     assert [name for name in whole if not is_skipped(name)] == [name for name in whole if model.stage(name)]
 
 
-@pytest.mark.parametrize("places", [[[0, 1, 2, 3, 4, 5, 6, 7, 0, 1, 2, 3]] * 2, [[7, 6, 5, 4, 3, 2, 1, 0]] * 2])
+@pytest.mark.parametrize("places", PLACES)
 def test_experts_that_are_twice_or_placed_by_a_map_are_read_by_their_names(
     folders: Path, tokenspeed: Engine, places: list[list[int]]
 ) -> None:
-    whole = stock_tensors(folders / "moe")
-    tokenspeed.own_experts()
-    tokenspeed.places = places
-    per_rank = len(places[0]) // 2
-    for rank in range(2):
-        model = Model(whole, rank, 2, experts=places[0][rank * per_rank :][:per_rank])
-        tokenspeed.load(folders / "moe-ep2", model, strict=True)
-        model.assert_holds_what_it_cuts_of(whole)
+    assert_placed_experts_are_read(tokenspeed, folders, places)
 
 
 def test_parts_with_other_degrees_than_attention_are_read_by_what_is_used(
@@ -177,12 +171,4 @@ def test_an_embedding_that_is_whole_on_each_rank_is_read_whole_once(
 def test_shapes_that_tokenspeed_ignores_need_nothing_from_the_checkpoint(
     folders: Path, tokenspeed: Engine, whole: Tensors
 ) -> None:
-    for name, is_ignored in (("w13_weight_shape", True), ("w13_weight_scale", False)):
-        model = Model(whole, 0, 2)
-        model.memory[f"model.layers.1.mlp.experts.{name}"] = torch.zeros(64, 8)
-        if is_ignored:
-            tokenspeed.load(folders / "llama-tp2", model)
-            model.assert_holds_what_it_cuts_of(whole)
-        else:
-            with pytest.raises(PlanError, match=r"nothing was loaded into model\.layers\.1\..*w13_weight_scale"):
-                tokenspeed.load(folders / "llama-tp2", model)
+    assert_only_this_may_be_missing(tokenspeed, folders, whole, "w13_weight_shape")

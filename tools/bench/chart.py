@@ -30,13 +30,17 @@ def draw(results: dict[str, Any], path: Path) -> None:
     for result in (one for one in results["scenarios"] if one.get("memory", "touched") == "touched"):
         scenarios.setdefault(result["title"], {})[result["state"]] = result
     rows = {title: _rows(states, results["peers"]) for title, states in scenarios.items()}
-    height = PANEL_TOP + 0.45 + ROW_HEIGHT * max(map(len, rows.values()))
+    height = PANEL_TOP + 0.6 + ROW_HEIGHT * max(map(len, rows.values()))
     style = {"font.family": "DejaVu Sans", "font.size": 9, "text.color": INK}
     # Letters stay legible where lines cross them.
     halo = [patheffects.withStroke(linewidth=2.5, foreground="white")]
     with pyplot.rc_context(style):
         figure, panels = pyplot.subplots(1, len(scenarios), figsize=(WIDTH, height), squeeze=False)
+        longest = max(
+            (seconds for each in rows.values() for row in each for seconds in row["seconds"].values()), default=1.0
+        )
         for axes, (title, states) in zip(panels[0], scenarios.items(), strict=True):
+            axes.set_xlim(0, 1.2 * longest)  # One scale for all panels, so that bars can be compared.
             _panel(axes, title, states, rows[title], halo)
         figure.text(0.02, 1 - 0.3 / height, _title(results), fontsize=14, fontweight="bold", va="center")
         figure.text(0.02, 1 - 0.6 / height, _subtitle(results), fontsize=9.5, color=PALE, va="center")
@@ -51,7 +55,7 @@ def draw(results: dict[str, Any], path: Path) -> None:
             handlelength=1.4,
             labelcolor=INK,
         )
-        figure.subplots_adjust(left=0.02, right=0.985, top=1 - PANEL_TOP / height, bottom=0.45 / height, wspace=0.09)
+        figure.subplots_adjust(left=0.02, right=0.985, top=1 - PANEL_TOP / height, bottom=0.6 / height, wspace=0.09)
         figure.savefig(path, dpi=DPI, facecolor="white")
         pyplot.close(figure)
 
@@ -92,8 +96,7 @@ def _rows(states: States, peers: dict[str, Any]) -> list[dict[str, Any]]:
 def _panel(axes: Any, title: str, states: States, rows: list[dict[str, Any]], halo: list[Any]) -> None:
     from matplotlib.ticker import MaxNLocator
 
-    # Linear from 0, whatever the span: a bar on a logarithmic axis has a length that means nothing.
-    axes.set_xlim(0, 1.2 * max((seconds for row in rows for seconds in row["seconds"].values()), default=1.0))
+    # Linear from 0: the length of a bar on a logarithmic axis has no meaning.
     axes.xaxis.set_major_locator(MaxNLocator(nbins=6, steps=[1, 2, 5, 10]))
     for place, row in enumerate(rows):
         _bars(axes, place, row, [state for state in ("cold", "warm") if state in states], halo)
@@ -102,7 +105,7 @@ def _panel(axes: Any, title: str, states: States, rows: list[dict[str, Any]], ha
     axes.set_ylim(len(rows) - 0.6, -0.62)
     axes.set_yticks([])
     axes.tick_params(axis="x", which="both", length=0, labelsize=8, labelcolor=PALE)
-    axes.xaxis.set_major_formatter(lambda seconds, _: f"{seconds:g} s")
+    axes.set_xlabel("seconds to load (linear)", fontsize=8.5, color=PALE, loc="left")
     axes.grid(axis="x", color=GRID, linewidth=0.8)
     axes.set_axisbelow(True)
     for side in axes.spines.values():

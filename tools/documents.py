@@ -140,7 +140,7 @@ def _roff(text: str) -> str:
 def packages() -> str:
     """The packages, each with the first line of its docstring and what it may import."""
     everywhere = ", ".join(f"`{name}`" for name in EVERYWHERE)
-    rows = [f"| package | what is in it | imports, beside {everywhere} |", "|---|---|---|"]
+    rows = [f"| package | contents | imports, in addition to {everywhere} |", "|---|---|---|"]
     for name, imports in LAYERS.items():
         module = importlib.import_module(f"relayout.{name}")
         what = str(module.__doc__).splitlines()[0].removesuffix(".")

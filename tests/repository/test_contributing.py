@@ -1,4 +1,4 @@
-"""What CONTRIBUTING calls by file and name is there."""
+"""Files and names that the pages for contributors mention exist."""
 
 from __future__ import annotations
 
@@ -19,7 +19,9 @@ EXAMPLES |= {"relayout/plans/builtin/NAME.toml"}
 
 
 def test_files_and_names_are_there() -> None:
-    text = (ROOT / "docs" / "CONTRIBUTING.md").read_text()
+    docs = ROOT / "docs"
+    pages = [docs / "CONTRIBUTING.md", docs / "RELEASING.md", *sorted((docs / "design").glob("*.md"))]
+    text = "\n".join(page.read_text() for page in pages)
     called = re.findall(r"`([\w./]+\.(?:py|toml|ya?ml|sh|xz|md))(?::\s+(?:\w+\.)*(\w+))?`", text)
     assert len(called) > 100
     for one in re.findall(r"tools/test --coverage (\S+\.py:\d+)", text):

@@ -16,7 +16,7 @@ pytestmark = [pytest.mark.documents, pytest.mark.xdist_group("site")]
 
 
 def test_the_menu_has_every_document() -> None:
-    listed = re.findall(r"^ +- (?:[\w ]+: )?([\w/]+\.md)$", (ROOT / "docs" / "mkdocs.yml").read_text(), re.MULTILINE)
+    listed = re.findall(r"^ +- (?:[\w ]+: )?([\w/-]+\.md)$", (ROOT / "docs" / "mkdocs.yml").read_text(), re.MULTILINE)
     assert sorted(listed) == sorted(map(page_of, documents()))
 
 

@@ -31,8 +31,18 @@ def test_only_the_job_that_publishes_may_write_and_actions_are_of_known_owners()
         assert "github.event" not in str(job)
     for _, step in STEPS:
         assert re.match(r"actions/|pypa/", step.get("uses", "actions/")), step
+        # A tag can be moved; a commit cannot. Dependabot raises it, and the comment with the release.
+        assert re.search(r"@[0-9a-f]{40}$", step.get("uses", f"@{40 * '0'}")), step
         if step.get("uses", "").startswith("actions/checkout@"):
             assert step["with"] == {"persist-credentials": False}
+
+
+def test_each_action_has_the_release_of_its_commit_as_a_comment_and_one_commit_everywhere() -> None:
+    texts = "".join(path.read_text() for path in (ROOT / ".github" / "workflows").glob("*.yml"))
+    used = re.findall(r"uses: ([\w./-]+)@(\S+)(.*)", texts)
+    assert len(used) > 20
+    assert [one for one in used if not re.fullmatch(r" # v\d+\.\d+\.\d+", one[2])] == []
+    assert len(set(used)) == len({name for name, *_ in used})
 
 
 def test_workflows_run_what_is_here() -> None:

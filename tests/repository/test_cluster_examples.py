@@ -87,7 +87,7 @@ def test_the_array_script_of_slurm(models: Path, tmp_path: Path) -> None:
 
 
 def test_the_jobs_of_kubernetes(models: Path, tmp_path: Path) -> None:
-    text = (EXAMPLES / "kubernetes_job.yaml").read_text()
+    text = (EXAMPLES / "kubernetes" / "convert-many" / "jobs.yaml").read_text()
     units, commit = yaml.safe_load_all(text)
     assert units["spec"]["completionMode"] == "Indexed"
     assert f"/{units['spec']['completions']}" in str(units["spec"]["template"])

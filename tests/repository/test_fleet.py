@@ -13,6 +13,7 @@ from pathlib import Path
 import pytest
 import yaml
 from support import pods
+from support.kustomize import render
 from support.patience import PATIENCE
 from support.trees import content
 
@@ -22,9 +23,12 @@ from relayout.engines import rank_weights
 pytestmark = pytest.mark.documents
 
 ROOT = Path(__file__).parents[2]
-TRUST = "kubernetes_trust.yaml"
 PAGE, EXAMPLES = (ROOT / "docs" / "guides" / "FLEET.md").read_text(), ROOT / "tools" / "examples"
-MANIFEST, JOB, JOBS = (EXAMPLES / f"kubernetes_{name}.yaml" for name in ("fleet", "convert", "job"))
+KUBERNETES = EXAMPLES / "kubernetes"
+FOLDERS = sorted(path.parent for path in KUBERNETES.rglob("kustomization.yaml"))
+MANIFEST, JOB = KUBERNETES / "fleet" / "deployment.yaml", KUBERNETES / "convert" / "job.yaml"
+JOBS = KUBERNETES / "convert-many" / "jobs.yaml"
+TRUST = KUBERNETES / "trust" / "trust.yaml"
 IMAGES, *STEPS = re.findall(r"^```\n(.*?)^```", PAGE, re.MULTILINE | re.DOTALL)
 
 
@@ -214,7 +218,7 @@ def test_a_fleet_with_a_policy_serves_what_is_signed_and_nothing_else(cluster: P
     pytest.importorskip("model_signing")
     from support.signing import make_keys
 
-    deployment, patch = yaml.safe_load(MANIFEST.read_text()), yaml.safe_load((EXAMPLES / TRUST).read_text())
+    deployment, patch = yaml.safe_load(MANIFEST.read_text()), yaml.safe_load(TRUST.read_text())
     pod, more = deployment["spec"]["template"]["spec"], patch["spec"]["template"]["spec"]
     for part in ("initContainers", "containers"):
         ((container,), (added,)) = pod[part], more[part]
@@ -230,7 +234,7 @@ def test_a_fleet_with_a_policy_serves_what_is_signed_and_nothing_else(cluster: P
     shutil.copy(keys.policy, trust / "trusted.toml")
     shutil.copy(keys.public, trust)
 
-    convert = STEPS[0].partition("sed ")[0]
+    convert = STEPS[0].partition("kubectl apply -k tools/examples/kubernetes/canary")[0]
     assert run(cluster, convert).returncode == 0
     relayout.sign(cluster / "volumes" / "models" / "llama-tp8", key=keys.key)
     status = "kubectl rollout status deployment/llama-relayout"
@@ -313,6 +317,48 @@ def test_the_manifests_run_the_images_of_the_page_as_their_user() -> None:
     assert {one["image"] for one in containers} == set(re.findall(r"-t (\S+)", IMAGES))
     assert {spec["securityContext"]["runAsUser"] for spec in specs} == {2001}
     assert not any("fsGroup" in spec["securityContext"] for spec in specs)  # It changes modes of the source.
+
+
+REAL_KUBECTL = shutil.which("kubectl")
+
+
+@pytest.mark.skipif(REAL_KUBECTL is None, reason="kubectl is not installed")
+@pytest.mark.parametrize("folder", FOLDERS, ids=lambda one: one.relative_to(KUBERNETES).as_posix())
+def test_kubectl_renders_what_the_pods_of_these_tests_run(folder: Path) -> None:
+    if yaml.safe_load((folder / "kustomization.yaml").read_text())["kind"] == "Component":
+        return  # Rendered by the folders that name it, and below.
+    rendered = list(yaml.safe_load_all(kustomized(folder)))
+    by_name = {(one["kind"], one["metadata"]["name"]): one for one in render(folder)}
+    assert {(one["kind"], one["metadata"]["name"]): one for one in rendered} == by_name
+
+
+def kustomized(folder: Path) -> str:
+    assert REAL_KUBECTL is not None
+    done = subprocess.run([REAL_KUBECTL, "kustomize", folder], capture_output=True, text=True, timeout=PATIENCE)
+    return done.stdout if done.returncode == 0 else done.stderr
+
+
+@pytest.mark.skipif(REAL_KUBECTL is None, reason="kubectl is not installed")
+def test_kubectl_adds_trust_to_the_fleet_and_to_the_canary(tmp_path: Path) -> None:
+    copied = Path(shutil.copytree(KUBERNETES, tmp_path / "kubernetes"))
+    with (copied / "fleet" / "kustomization.yaml").open("a") as file:
+        file.write("components: [../trust]\n")
+    for name in ("fleet", "canary", "llama-2/fleet"):
+        pod = yaml.safe_load(kustomized(copied / name))["spec"]["template"]["spec"]
+        for container in (*pod["initContainers"], *pod["containers"]):
+            assert {"name": "RELAYOUT_TRUST", "value": "/trust/trusted.toml"} in container["env"]
+            assert [one["mountPath"] for one in container["volumeMounts"] if one["name"] == "trust"] == ["/trust"]
+        assert {"name": "trust", "configMap": {"name": "relayout-trust"}} in pod["volumes"]
+
+
+def test_new_weights_are_refused_if_an_argument_has_moved(tmp_path: Path) -> None:
+    copied = Path(shutil.copytree(KUBERNETES, tmp_path / "kubernetes"))
+    manifest = copied / "fleet" / "deployment.yaml"
+    manifest.write_text(manifest.read_text().replace("args: [copy, ", "args: [--quiet, copy, "))
+    with pytest.raises(ValueError, match="initContainers/0/args/1: 'copy', expected '/models/llama-tp8'"):
+        render(copied / "llama-2" / "fleet")
+    if REAL_KUBECTL is not None:
+        assert "initContainers/0/args/1 failed" in kustomized(copied / "llama-2" / "fleet")
 
 
 def test_what_commands_of_the_page_name_is_in_the_manifests() -> None:

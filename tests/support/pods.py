@@ -4,7 +4,7 @@ It does what docs/guides/FLEET.md asks of Kubernetes: jobs, deployments, init co
 they succeed, readiness, logs, exec, scale. Images are what is installed here: `relayout`, and for `vllm` a stand-in,
 which loads all ranks as the plugin does and has /health and /metrics. Takes a superuser of Linux.
 
-    PODS=FOLDER python -m support.pods apply -f FILE
+    PODS=FOLDER python -m support.pods apply -k FOLDER
 
 FOLDER has `volumes/CLAIM` and `nodes`, and keeps what is applied, the logs, and the number of each pod's process.
 """
@@ -25,6 +25,7 @@ from pathlib import Path
 from typing import Any
 
 import yaml
+from support.kustomize import render
 from support.patience import PATIENCE
 
 STATE = Path(os.environ.get("PODS", "."))
@@ -95,8 +96,12 @@ def stop_all(folder: Path) -> None:
 
 
 def _apply(arguments: argparse.Namespace) -> None:
-    text = sys.stdin.read() if arguments.filename == "-" else Path(arguments.filename).read_text()
-    for one in yaml.safe_load_all(text):
+    if arguments.kustomize:
+        objects = render(Path(arguments.kustomize))
+    else:
+        text = sys.stdin.read() if arguments.filename == "-" else Path(arguments.filename).read_text()
+        objects = list(yaml.safe_load_all(text))
+    for one in objects:
         kind, name = one["kind"].lower(), one["metadata"]["name"]
         file = STATE / "objects" / f"{kind}-{name}.json"
         file.parent.mkdir(exist_ok=True)
@@ -296,7 +301,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     commands = parser.add_subparsers(required=True)
     for function, words in (
-        (_apply, ("-f",)),
+        (_apply, ("-f", "-k")),
         (_wait, ("--for", "--timeout", "name")),
         (_status, ("status", "name")),
         (_logs, ("name", "-c")),
@@ -306,7 +311,7 @@ def main() -> None:
     ):
         command = commands.add_parser({_status: "rollout"}.get(function, function.__name__[1:]))
         for word in words:
-            long = {"-f": ["--filename"], "-c": ["--container"], "-l": ["--selector"]}.get(word, [])
+            long = {"-f": ["--filename"], "-k": ["--kustomize"], "-c": ["--container"], "-l": ["--selector"]}.get(word, [])
             given: dict[str, Any] = {"--replicas": {"type": int}, "--overwrite": {"action": "store_true"}}.get(word, {})
             command.add_argument(word, *long, **given)
         command.set_defaults(do=function)

@@ -9,7 +9,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 ROOT = Path(__file__).parents[2]
-_NAMES = {"docs/README.md": "index.md", "README.md": "overview.md"}
+_NAMES = {"README.md": "index.md", "docs/README.md": "documents.md"}
 """Pages that are not called like their documents."""
 _LINK = re.compile(r"(\]\()(?!https?:)([^)#\s]+)(#[^)\s]*)?\)")
 _SHOWN = {".py": "python", ".sh": "bash", ".yaml": "yaml", ".cff": "yaml"}

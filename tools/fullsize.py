@@ -1,7 +1,8 @@
 """Plans conversions of full-size models: true headers, holes for data, so that terabytes take no room.
 
 Prints one row for each model as Markdown: what it is, how long `relayout convert --dry-run` takes, the memory it takes,
-and what each rank would hold.
+and what each rank would hold. `--sizing` instead writes the sizes of three models for 8 and for 16 ranks to
+tools/results/sizing.json, from which `tools/run documents` makes the table of docs/guides/FLEET.md.
 """
 
 from __future__ import annotations
@@ -18,12 +19,20 @@ from typing import Any
 
 from support.hub_models import MODELS, Model
 
+SIZING = Path(__file__).parent / "results" / "sizing.json"
+SIZED = ("Llama-3.1-70B", "Llama-3.1-405B", "Kimi-K2-Instruct")
+DEGREES = (8, 16)
+
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("models", nargs="*", help="names, as in tests/support/hub_models.py; default is all")
     parser.add_argument("--folder", type=Path, help="where the sparse files go; default is a temporary folder")
+    parser.add_argument("--sizing", action="store_true", help=f"write {SIZING.relative_to(Path(__file__).parents[1])}")
     arguments = parser.parse_args()
+    if arguments.sizing:
+        SIZING.write_text(json.dumps(sizes(arguments.folder), indent=1) + "\n")
+        return
     unknown = set(arguments.models) - set(MODELS)
     if unknown:
         parser.error(f"no model {min(unknown)!r}, there are: {', '.join(MODELS)}")
@@ -35,6 +44,28 @@ def main() -> None:
             MODELS[name].write(folder)
             print(row(MODELS[name], *dry_run(folder, MODELS[name].tp)), flush=True)
             shutil.rmtree(folder)
+
+
+def sizes(scratch: Path | None) -> list[dict[str, Any]]:
+    """Return one object for each model and degree: bytes of the source, of the output, and of the largest rank."""
+    found = []
+    with tempfile.TemporaryDirectory(dir=scratch) as folder:
+        for name in SIZED:
+            MODELS[name].write(Path(folder) / name)
+            for tp in DEGREES:
+                planned, _, peak = dry_run(Path(folder) / name, tp)
+                found.append(
+                    {
+                        "model": name,
+                        "tp": tp,
+                        "source_nbytes": planned["source_nbytes"],
+                        "written_nbytes": planned["written_nbytes"],
+                        "rank_nbytes": max(planned["rank_nbytes"]),
+                        "planning_peak_nbytes": peak,
+                    }
+                )
+            shutil.rmtree(Path(folder) / name)
+    return found
 
 
 _MEASURED = """

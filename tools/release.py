@@ -2,15 +2,18 @@
 
     tools/run release --repository https://github.com/OWNER/relayout
     tools/run release --torch     # also installs torch there, and loads
+    tools/run release --fill --repository URL     # only writes this address into the files that name the repository
 
 Builds sdist and wheel twice, in two places, which must give the same bytes. Installs by name, from an index that is a
 local folder, into fresh environments, and does the everyday use there; reads the golden folders of the format with what
 is installed. Writes sbom.json (CycloneDX) of an environment with the extras, and provenance.json (in-toto, SLSA 1.0;
 not signed: in public, GitHub signs its own). The last lines say what was proven.
 
-PyPI shows README without the repository around it: links to files become links into `--repository`. Without it, the
-packages are for checks only. Needs the extra `release`, and python3.11 for the lowest versions of what relayout
-depends on (but of torch: of old versions, PyPI has no builds for CPUs). Nothing is uploaded.
+The address of the repository is `Repository` in pyproject.toml, and the files in `WITH_REPOSITORY` repeat it. The
+packages contain that of `--repository`, if it is given. Until either is an address, packages are checked and not left
+in `--out`. PyPI shows README without the repository around it: links to files become links into the repository. Needs
+the extra `release`, and python3.11 for the lowest versions of what relayout depends on (but of torch: of old versions,
+PyPI has no builds for CPUs). Nothing is uploaded.
 """
 
 from __future__ import annotations
@@ -39,6 +42,16 @@ NAME = "safetensors-relayout"
 EXTRAS = "cloud,hub,sign,web"
 """Those that have wheels everywhere and are small: one environment has them all, and the SBOM lists it."""
 GOLDEN = "tests/format/golden"
+WITH_REPOSITORY = (
+    "pyproject.toml",
+    "README.md",
+    "docs/SECURITY.md",
+    ".github/CITATION.cff",
+    ".github/CODEOWNERS",
+    ".github/CODE_OF_CONDUCT.md",
+    ".github/ISSUE_TEMPLATE/config.yml",
+)
+"""Files that name the repository."""
 
 EVERYDAY = """
 import numpy as np, json, pathlib, relayout
@@ -86,11 +99,19 @@ with hub_server.running() as hub:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--repository", help="address of the public repository")
+    parser.add_argument("--repository", type=address, help="address of the public repository")
+    parser.add_argument("--fill", action="store_true", help="write --repository into this checkout, and end")
     parser.add_argument("--out", type=Path, default=ROOT / "dist", help="where the packages go; default is dist")
     parser.add_argument("--python", action="append", default=[], help="another Python to try them with; repeatable")
     parser.add_argument("--torch", action="store_true", help="install torch, too, and load")
     arguments = parser.parse_args()
+    if arguments.fill:
+        if arguments.repository is None:
+            parser.error("--fill needs --repository URL")
+        fill(ROOT, arguments.repository)
+        return
+    if arguments.repository is None and is_address(declared := repository_of(ROOT)):
+        arguments.repository = declared
     with tempfile.TemporaryDirectory(prefix="relayout-release-") as name:
         scratch = Path(name)
         commit, time = git("log", "-1", "--format=%H %ct").split()
@@ -100,6 +121,7 @@ def main() -> None:
             raise SystemExit(f"built twice, wheel and sdist have different bytes: {digests}")
         wheel, sdist = packages[0]
         check_contents(wheel, sdist)
+        check_repository(wheel, arguments.repository)
         check_versions(wheel, scratch / "one" / "tree")
         index = make_index(scratch / "index", wheel, sdist)
         fresh = [(python, ()) for python in (sys.executable, *arguments.python)]
@@ -110,8 +132,10 @@ def main() -> None:
         complete = Fresh(scratch / "complete", sys.executable, index, wheel)
         complete.install(f"[{EXTRAS}]")
         complete("python", "-c", "import huggingface_hub, model_signing, obstore, OpenSSL, relayout, urllib3")
-        made = [*put(arguments.out, wheel, sdist), write_sbom(complete, arguments.out / "sbom.json", int(time))]
-        write_provenance(arguments.out / "provenance.json", made, arguments.repository, commit)
+        sbom = write_sbom(complete, scratch / "sbom.json", int(time))
+        if arguments.repository is not None:
+            made = [*put(arguments.out, wheel, sdist), Path(shutil.copy(sbom, arguments.out))]
+            write_provenance(arguments.out / "provenance.json", made, arguments.repository, commit)
     print(
         f"\nproven of commit {commit}:",
         f"- {wheel.name} and {sdist.name}, built twice, in other places, time zones and modes of files, are the same",
@@ -121,7 +145,8 @@ def main() -> None:
         f"- installed with {EXTRAS}; what that brings is in sbom.json",
         "not proven: uploads, signatures, images",
         f"{arguments.out} has the packages, sbom.json and provenance.json"
-        + ("" if arguments.repository else ", for checks only: no --repository"),
+        if arguments.repository
+        else "no package is left: pyproject.toml has no address of the repository; give --repository URL",
         sep="\n",
     )
 
@@ -132,11 +157,59 @@ def export(tree: Path, repository: str | None) -> None:
     archive = subprocess.run(["git", "archive", "HEAD"], cwd=ROOT, check=True, capture_output=True).stdout
     subprocess.run(["tar", "-x", "-C", str(tree)], input=archive, check=True)
     if repository is not None:
+        fill(tree, repository)
         readme = tree / "README.md"
-        readme.write_text(with_absolute_links(readme.read_text(), repository.rstrip("/")))
-        project = tree / "pyproject.toml"
-        urls = f'[project.urls]\nRepository = "{repository}"\n\n[project.scripts]'
-        project.write_text(project.read_text().replace("[project.scripts]", urls, 1))
+        readme.write_text(with_absolute_links(readme.read_text(), repository))
+
+
+def address(text: str) -> str:
+    """Return an address of a repository without a slash at its end.
+
+    Raises:
+        ArgumentTypeError: it is not one.
+    """
+    if not is_address(text):
+        raise argparse.ArgumentTypeError(f"{text!r}, expected an address such as https://github.com/OWNER/relayout")
+    return text.rstrip("/")
+
+
+def is_address(text: str) -> bool:
+    """Return True if people can reach it: https, a domain that may exist (RFC 2606), an owner and a name."""
+    found = re.fullmatch(r"https://((?:[\w-]+\.)+[a-z]+)/([\w.-]+)/([\w.-]+)/?", text)
+    return found is not None and not re.search(r"(?:^|\.)(?:invalid|example(?:\.\w+)?|test)$", found[1])
+
+
+def repository_of(tree: Path) -> str:
+    """Return the address that pyproject.toml declares."""
+    declared: str = tomllib.loads((tree / "pyproject.toml").read_text())["project"]["urls"]["Repository"]
+    return declared
+
+
+def fill(tree: Path, repository: str) -> None:
+    """Write the address of the repository into the files that name it.
+
+    Raises:
+        SystemExit: one of them does not contain the address that pyproject.toml declares.
+    """
+    declared = repository_of(tree)
+    owner = "@OWNER" if not is_address(declared) else f"@{declared.split('/')[3]}"
+    for name in WITH_REPOSITORY:
+        old = owner if name.endswith("CODEOWNERS") else declared
+        new = f"@{repository.split('/')[3]}" if name.endswith("CODEOWNERS") else repository
+        text = (tree / name).read_text()
+        if old not in text:
+            raise SystemExit(f"{name}: does not contain {old}, the repository of pyproject.toml")
+        (tree / name).write_text(text.replace(old, new))
+
+
+def check_repository(wheel: Path, repository: str | None) -> None:
+    """Raise SystemExit unless the wheel names this repository; without one, it is not to be shipped."""
+    with zipfile.ZipFile(wheel) as opened:
+        [name] = [one for one in opened.namelist() if one.endswith(".dist-info/METADATA")]
+        text = opened.read(name).decode()
+    named = re.findall(r"^Project-URL: \w+, (\S+)$", text, re.MULTILINE)
+    if not named or (repository is not None and not all(url.startswith(repository) for url in named)):
+        raise SystemExit(f"{wheel.name}: names {', '.join(named) or 'no repository'}, expected {repository}")
 
 
 def with_absolute_links(text: str, repository: str) -> str:

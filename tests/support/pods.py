@@ -311,7 +311,9 @@ def main() -> None:
     ):
         command = commands.add_parser({_status: "rollout"}.get(function, function.__name__[1:]))
         for word in words:
-            long = {"-f": ["--filename"], "-k": ["--kustomize"], "-c": ["--container"], "-l": ["--selector"]}.get(word, [])
+            long = {"-f": ["--filename"], "-k": ["--kustomize"], "-c": ["--container"], "-l": ["--selector"]}.get(
+                word, []
+            )
             given: dict[str, Any] = {"--replicas": {"type": int}, "--overwrite": {"action": "store_true"}}.get(word, {})
             command.add_argument(word, *long, **given)
         command.set_defaults(do=function)

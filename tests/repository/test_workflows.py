@@ -6,6 +6,7 @@ import os
 import re
 import subprocess
 import sys
+import tomllib
 from pathlib import Path
 from typing import Any
 
@@ -28,13 +29,14 @@ def test_only_the_job_that_publishes_may_write_and_actions_are_of_known_owners()
         granted = job.get("permissions", WORKFLOWS[workflow]["permissions"])
         assert name == "publish" or set(granted.values()) <= {"read"}
         assert "secrets." not in str(job)
-        assert "github.event" not in str(job)
+        assert "github.event." not in str(job)
     for _, step in STEPS:
         assert re.match(r"actions/|pypa/", step.get("uses", "actions/")), step
         # A tag can be moved; a commit cannot. Dependabot raises it, and the comment with the release.
         assert re.search(r"@[0-9a-f]{40}$", step.get("uses", f"@{40 * '0'}")), step
         if step.get("uses", "").startswith("actions/checkout@"):
-            assert step["with"] == {"persist-credentials": False}
+            assert step["with"].keys() <= {"persist-credentials", "fetch-depth"}
+            assert step["with"]["persist-credentials"] is False
 
 
 def test_each_action_has_the_release_of_its_commit_as_a_comment_and_one_commit_everywhere() -> None:
@@ -54,6 +56,17 @@ def test_workflows_run_what_is_here() -> None:
     assert len(scripts) > 6
     assert WORKFLOWS["tests"]["jobs"]["tests"]["strategy"]["matrix"]["python"] == list(PYTHONS)
     assert set(WORKFLOWS["nightly"]["jobs"]["engines"]["strategy"]["matrix"]["engine"]) == set(ENGINES)
+
+
+def test_hooks_run_the_linters_that_are_pinned() -> None:
+    pinned = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["optional-dependencies"]["test"]
+    [local] = yaml.safe_load((ROOT / ".pre-commit-config.yaml").read_text())["repos"]
+    needed = [one for hook in local["hooks"] for one in hook.get("additional_dependencies", [])]
+    assert {one.partition("==")[0] for one in needed} == {"codespell", "ruff", "zizmor"}
+    assert set(needed) <= set(pinned)
+    assert not any(".venv" in hook["entry"] for hook in local["hooks"])
+    linters = (ROOT / "tools" / "test").read_text()
+    assert all(f"\n{hook['entry'].removesuffix(' --force-exclude')}" in linters for hook in local["hooks"][:-1])
 
 
 def stages() -> dict[str, list[list[str]]]:

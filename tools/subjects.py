@@ -19,11 +19,14 @@ from pathlib import Path
 
 MAX_LENGTH = 72
 NO_VERBS = frozenset(
-    "a all an and both each every for from he how i if in it its no of on one our she some that the their there these "
-    "they this those to we what when where which who why with you".split()
+    re.findall(
+        r"\w+",
+        "a all an and both each every for from he how i if in it its no of on one our she some that the their there "
+        "these they this those to we what when where which who why with you",
+    )
 )
 _OTHER_FORM = re.compile(r".*(?:[^e]ed|ing|[^su]s)")
-IMPERATIVES = frozenset("alias bias bring canvas embed ping shed string".split())
+IMPERATIVES = frozenset({"alias", "bias", "bring", "canvas", "embed", "ping", "shed", "string"})
 """Verbs that end like another form."""
 _WRITTEN_BY_GIT = re.compile(r'(?:Merge |Revert "|fixup! |squash! )')
 
@@ -70,7 +73,9 @@ def main() -> int:
         found = {str(arguments.message): arguments.message.read_text()}
     else:
         found = messages(arguments.commits)
-    lines = [f"{name} {text.partition(chr(10))[0]!r}: {fault}" for name, text in found.items() for fault in faults(text)]
+    lines = [
+        f"{name} {text.partition(chr(10))[0]!r}: {fault}" for name, text in found.items() for fault in faults(text)
+    ]
     print(*lines, f"{len(found)} messages, {len(lines)} faults", sep="\n")
     return 1 if lines else 0
 

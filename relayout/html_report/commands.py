@@ -47,6 +47,10 @@ def report(
         typer.Option("--tp", "-tp", metavar="N", help="For a plain checkpoint: forecast a conversion to N ranks."),
     ] = None,
     plan: PlanOption = None,
+    bench: Annotated[
+        str | None,
+        typer.Option(metavar="FILE", help="Show the times in this output of 'relayout bench PATH --json'."),
+    ] = None,
     quiet: QuietOption = False,
     verbose: VerboseOption = False,
     as_json: JsonOption = False,
@@ -58,7 +62,7 @@ def report(
     with output(quiet, verbose, as_json) as out:
         from relayout.html_report import page as pages
 
-        out.show(pages.report(path, page, tp=tp, plan=plan), _shown)
+        out.show(pages.report(path, page, tp=tp, plan=plan, bench=bench), _shown)
 
 
 def _shown(done: PageWritten) -> Iterator[Block]:

@@ -381,8 +381,8 @@
     const rank = ranks[rankNow()];
     const ways = [
       [content.converted ? "relayout.load, converted" : "relayout.load, after the conversion", rank.nbytes],
-      ["a loader that slices rows, plain checkpoint", rank.by_rows_nbytes],
-      ["a loader that reads whole shards", content.whole_nbytes],
+      ["slicing rows of the plain checkpoint", rank.by_rows_nbytes],
+      ["whole shards of the plain checkpoint", content.whole_nbytes],
     ];
     const most = d3.max(ways, (way) => way[1]) || 1;
     fill($("reads").tBodies[0], ways.map(([way, nbytes]) => [way, bar([[nbytes / most, ""]]), num(size(nbytes)), num(`${(nbytes / Math.max(1, rank.nbytes)).toFixed(2)}x`)]));
@@ -420,9 +420,29 @@
     }));
   }
 
+  function showMeasured() {
+    const measured = content.measured;
+    if (!measured) return;
+    $("measured").hidden = false;
+    $("verdict").textContent = measured.verdict;
+    $("warnings").replaceChildren(...measured.warnings.map((text) => {
+      const li = document.createElement("li");
+      li.textContent = text;
+      return li;
+    }));
+    fill($("loads").tHead, [["load", "loader", { text: "", className: "wide" }, num("s"), num("GB/s"), num("CPU s"), num("time / relayout")]], "th");
+    fill($("loads").tBodies[0], measured.loads.flatMap(({ title, rows }) => {
+      const most = d3.max(rows, (row) => row.seconds) || 1;
+      return rows.map((row, i) => [
+        i ? "" : title, row.title, bar([[row.seconds / most, row.is_ours ? "" : "other"]]), num(row.seconds.toFixed(2)),
+        num(row.gb_per_s.toFixed(2)), num(row.cpu_seconds.toFixed(2)), num(row.ratio === null ? "" : `${row.ratio.toFixed(1)}x`),
+      ]);
+    }));
+  }
+
   function showRanks() {
     const most = d3.max(ranks, (rank) => rank.nbytes) || 1;
-    fill($("ranks").tHead, [["rank", { text: "striped: held by other ranks too", className: "wide" }, num("tensors"), num("bytes"), num("of them shared"), num("of the largest"), num("files"), ...(content.reads ? [num("reads")] : [])]], "th");
+    fill($("ranks").tHead, [["rank", { text: "striped: held by other ranks too", className: "wide" }, num("tensors"), num("bytes"), num("replicated"), num("of the largest rank"), num("files"), ...(content.reads ? [num("reads")] : [])]], "th");
     fill($("ranks").tBodies[0], ranks.map((rank, r) => [
       String(r), bar([[(rank.nbytes - rank.shared_nbytes) / most, ""], [rank.shared_nbytes / most, "shared"]]),
       num(d3.format(",")(rank.num_tensors)), num(size(rank.nbytes)), num(size(rank.shared_nbytes)), num(`${(100 * rank.nbytes / most).toFixed(2)} %`),
@@ -583,7 +603,7 @@
     const facts = [
       ["tensors", d3.format(",")(names.length)], ["model", size(model_nbytes)], ["stored", `${size(stored)} (${(stored / Math.max(1, model_nbytes)).toFixed(3)}x)`],
       ["files", d3.format(",")(files.length)], ["parts of a rank", String(d3.max(bars, (one) => one.files.length))], ["alignment", size2(content.alignment)],
-      ["stored more than once", size(sum(files.map((file) => file.nbytes - file.start)) - model_nbytes)], ["balance (average / largest)", (sum(nbytes) / numRanks / Math.max(1, d3.max(nbytes))).toFixed(4)],
+      ["replicated", size(sum(files.map((file) => file.nbytes - file.start)) - model_nbytes)], ["balance (average over largest)", (sum(nbytes) / numRanks / Math.max(1, d3.max(nbytes))).toFixed(4)],
       ["plain checkpoint", plural(shards.length, "file")],
     ];
     $("facts").replaceChildren(...facts.map(([term, text]) => pair(term, text)));
@@ -609,6 +629,7 @@
   setTheme();
   extent();
   showWords();
+  showMeasured();
   showRanks();
   showParts();
   showRank();

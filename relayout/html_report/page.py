@@ -38,6 +38,7 @@ from relayout.core.arguments import collapse_numbers, integer, path_text
 from relayout.core.digests import DIGEST_NBYTES, digest_hex, pack_digests
 from relayout.core.slices import CutTensor, num_bytes
 from relayout.errors import PlanError
+from relayout.html_report.measured import read_bench
 from relayout.reporting import Result
 from relayout.storage.local.descriptors import OpenFolder, with_path
 from relayout.storage.stores import Store, find_input
@@ -90,6 +91,7 @@ def report(
     *,
     tp: int | None = None,
     plan: str | os.PathLike[str] | None = None,
+    bench: str | os.PathLike[str] | None = None,
 ) -> PageWritten:
     """Write a page that shows every file, tensor and rank of a checkpoint. It needs no network. Reads no weights.
 
@@ -100,10 +102,11 @@ def report(
         tp: the tensor-parallel degree, for a plain checkpoint.
         plan: for a plain checkpoint: a plan file, "transformers", "vllm" or "sglang", as for `convert`. None: the
             built-in plan.
+        bench: a file with the output of `relayout bench --json` for this checkpoint; the page shows its times.
 
     Raises:
-        FormatError: the checkpoint is damaged.
-        PlanError: the degree is missing or not possible; or `output` exists and is not an older page; or `output` would
+        FormatError: the checkpoint or the file of `bench` is damaged.
+        PlanError: `bench` is about another checkpoint; or the degree is missing or not possible; or `output` exists and is not an older page; or `output` would
             be a new file in the checkpoint's folder, or has the name of a shard.
         OSError: the page cannot be written.
 
@@ -123,6 +126,7 @@ def report(
             raise PlanError("not converted: set --tp N, the number of ranks", path=path, code="option")
         tp = integer(tp, "tp")
         content, digests = of_conversion(plan_conversion(path, default_output(path, tp), tp=tp, plan=plan)), b""
+    content["measured"] = None if bench is None else read_bench(bench, _folders(content))
     text = render(content, digests)
     page = None if output is None else path_text(output, "output", "the path of a file")
     target = Path(f"{_name(content)}-report.html" if page is None else page)
@@ -139,6 +143,11 @@ def report(
 
 def _place(content: dict[str, Any]) -> Path:
     return Path(content["path"] if content["converted"] else content["source"])
+
+
+def _folders(content: dict[str, Any]) -> list[Path]:
+    """Return the folders that a measurement of this checkpoint may name: itself, and a converted folder's source."""
+    return [_place(content), *([Path(content["source"])] if content["converted"] else [])]
 
 
 def _name(content: dict[str, Any]) -> str:

@@ -413,3 +413,27 @@ def test_digests_that_are_damaged_are_refused_and_no_page_is_written(tmp_path: P
     with pytest.raises(FormatError, match=r"relayout\.digests: its part for relayout\.rank-0\.json\.zst differs"):
         relayout.report(folder, tmp_path / "page.html")
     assert not (tmp_path / "page.html").exists()
+
+
+def test_a_browser_shows_the_times_of_bench(chromium: Browser, folder: Path, tmp_path: Path) -> None:
+    run = {"seconds": 2.0, "cpu_seconds": 1.0, "nbytes": 10**9}
+    hostile = "<img src=x onerror=alert(1)>"
+    timings = [{"title": hostile, "family": "x", "runs": [run]}, {"title": "ours", "family": "relayout", "runs": [run]}]
+    measured = {"converted": str(folder), "source": None, "verdict": "as fast", "warnings": ["busy"]}
+    (tmp_path / "bench.json").write_text(
+        json.dumps(measured | {"loads": [{"title": "one rank of 4", "state": "cold", "timings": timings}]})
+    )
+    relayout.report(folder, tmp_path / "page.html", bench=tmp_path / "bench.json")
+    chromium.open(tmp_path / "page.html")
+    shown = chromium.run("[...document.querySelectorAll('#loads tbody td')].map(one => one.textContent)")
+    assert shown[:3] == ["one rank of 4, cold", hostile, ""]
+    assert shown[3:7] == ["2.00", "0.50", "1.00", "1.0x"]
+    assert chromium.run("document.getElementById('verdict').textContent") == "as fast"
+    try:
+        chromium.emulate(width=390)
+        assert chromium.run("document.documentElement.scrollWidth") == 390
+    finally:
+        chromium.emulate()
+    relayout.report(folder, tmp_path / "page.html")
+    chromium.open(tmp_path / "page.html")
+    assert chromium.run("document.getElementById('measured').hidden") is True

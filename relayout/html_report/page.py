@@ -106,8 +106,9 @@ def report(
 
     Raises:
         FormatError: the checkpoint or the file of `bench` is damaged.
-        PlanError: `bench` is about another checkpoint; or the degree is missing or not possible; or `output` exists and is not an older page; or `output` would
-            be a new file in the checkpoint's folder, or has the name of a shard.
+        PlanError: `bench` is about another checkpoint; or the degree is missing or not possible; or `output` exists and
+            is not an older page; or `output` would be a new file in the checkpoint's folder, or has the name of a
+            shard.
         OSError: the page cannot be written.
 
     Example:

@@ -608,11 +608,47 @@ def _release(versions: dict[str, str]) -> str:
     return f"vLLM {versions['vllm']}: its Python code, {build}" if "vllm" in versions else f"vLLM, {build}"
 
 
+_LINKS = (10, 25, 100)
+"""Speeds of a node's link, in Gbit/s."""
+_NODE_RANKS = 8
+_PATIENCE = 300
+"""Seconds in which pods shall have their weights."""
+
+
+def sizing() -> str:
+    """Disk, network and memory for three models, from plans of their true headers (`tools/run fullsize --sizing`)."""
+    columns = [
+        "model, TP",
+        "source",
+        "output",
+        "a rank",
+        "a node of 8 GPUs",
+        *(f"copy at {link} Gbit/s" for link in _LINKS),
+        f"pods in {_PATIENCE // 60} min",
+        "memory to plan",
+    ]
+    rows = [f"| {' | '.join(columns)} |", "|---" * len(columns) + "|"]
+    for one in _results("sizing"):
+        node = _NODE_RANKS * one["rank_nbytes"]
+        cells = [
+            f"{one['model']}, {one['tp']}",
+            *(f"{one[name] / 1e9:,.0f} GB" for name in ("source_nbytes", "written_nbytes")),
+            f"{one['rank_nbytes'] / 1e9:,.1f} GB",
+            f"{node / 1e9:,.0f} GB",
+            *(f"{8 * node / 1e9 / link:,.0f} s" for link in _LINKS),
+            f"{_PATIENCE * max(_LINKS) * 1e9 / 8 / (one['tp'] * one['rank_nbytes']):.0f}",
+            f"{one['planning_peak_nbytes'] / 1e6:,.0f} MB",
+        ]
+        rows.append(f"| {' | '.join(cells)} |")
+    return "\n".join(rows)
+
+
 PARTS: dict[str, tuple[Path, Callable[[], str]]] = {
     "seconds": (_ROOT / "README.md", seconds),
     "loads": (_ROOT / "docs" / "MEASURING.md", loads),
     "first_start": (_ROOT / "docs" / "MEASURING.md", first_start),
     "gpu": (_ROOT / "docs" / "MEASURING.md", gpu),
+    "sizing": (_ROOT / "docs" / "guides" / "FLEET.md", sizing),
     "compatibility": (_ROOT / "docs" / "guides" / "FLEET.md", compatibility),
     "clients": (_ROOT / "docs" / "guides" / "NFS.md", clients),
     "signing": (_ROOT / "docs" / "guides" / "SIGNING.md", signing),

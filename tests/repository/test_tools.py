@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ast
 import importlib
 import os
 import re
@@ -81,6 +82,45 @@ def test_skipped_tests_are_summed_up_by_reason(tmp_path: Path) -> None:
     assert done.returncode == 0, done.stderr
     _, _, summary = done.stdout.partition(" 5 skipped, by reason ")
     assert summary.splitlines()[1:3] == ["    4 no drive in PATH", "    1 no network"]
+
+
+def skips(file: Path) -> list[ast.Call]:
+    """The calls that skip tests of a file: pytest.skip, pytest.mark.skip, pytest.mark.skipif."""
+    calls = [node for node in ast.walk(ast.parse(file.read_text())) if isinstance(node, ast.Call)]
+    return [one for one in calls if re.fullmatch(r"pytest\.(mark\.)?skip(if)?", ast.unparse(one.func))]
+
+
+def has_reason(call: ast.Call) -> bool:
+    """Whether a call gives a reason; an empty or a very short text is none."""
+    is_condition = ast.unparse(call.func).endswith("skipif")
+    given = [one.value for one in call.keywords if one.arg == "reason"] or call.args[1 if is_condition else 0 :]
+    return bool(given) and not (isinstance(given[0], ast.Constant) and len(str(given[0].value)) < 8)
+
+
+def test_each_skip_says_its_reason() -> None:
+    calls = {(file, call.lineno): call for file in (ROOT / "tests").rglob("*.py") for call in skips(file)}
+    assert [place for place, call in calls.items() if not has_reason(call)] == []
+    assert len(calls) > 50
+
+
+@pytest.mark.parametrize(
+    ("source", "is_right"),
+    [
+        ("pytest.skip('no network here')", True),
+        ("pytest.skip(why)", True),
+        ("pytest.skip(reason='no network here')", True),
+        ("pytest.mark.skipif(True, reason='no network here')", True),
+        ("pytest.skip()", False),
+        ("pytest.skip('')", False),
+        ("pytest.mark.skip()", False),
+        ("pytest.mark.skipif(IS_SLOW)", False),
+        ("pytest.mark.skipif(IS_SLOW, reason='slow')", False),
+    ],
+)
+def test_a_skip_without_a_reason_is_found(source: str, is_right: bool, tmp_path: Path) -> None:
+    (tmp_path / "test_some.py").write_text(f"{source}\n")
+    [call] = skips(tmp_path / "test_some.py")
+    assert has_reason(call) == is_right
 
 
 OF_SAFETENSORS = """

@@ -636,7 +636,7 @@ def sizing() -> str:
             f"{one['rank_nbytes'] / 1e9:,.1f} GB",
             f"{node / 1e9:,.0f} GB",
             *(f"{8 * node / 1e9 / link:,.0f} s" for link in _LINKS),
-            f"{_PATIENCE * max(_LINKS) * 1e9 / 8 / (one['tp'] * one['rank_nbytes']):.0f}",
+            str(int(_PATIENCE * max(_LINKS) * 1e9 / 8 / (one["tp"] * one["rank_nbytes"]))),
             f"{one['planning_peak_nbytes'] / 1e6:,.0f} MB",
         ]
         rows.append(f"| {' | '.join(cells)} |")

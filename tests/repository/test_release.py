@@ -59,8 +59,8 @@ def test_a_file_without_the_address_is_refused(tree: Path) -> None:
     "text",
     [
         "",
-        "https://repository.invalid/relayout",
-        "https://repository.invalid/owner/relayout",
+        "https://somewhere.invalid/relayout",
+        "https://somewhere.invalid/owner/relayout",
         "https://git.example.com/owner/relayout",
         "http://github.com/owner/relayout",
         "https://github.com/relayout",

@@ -448,7 +448,7 @@ def test_an_entry_in_which_something_is_wrong_is_made_again(tmp_path: Path) -> N
     cache.hold(OTHER).doubt()
     with cache.hold(OTHER) as held:
         assert not (held.folder / "sub").exists()
-    with pytest.raises(PlanError, match="is torn, though it was made again"):
+    with pytest.raises(PlanError, match="is torn, although it was rebuilt"):
         cache.hold(NEW, never_right)
 
 

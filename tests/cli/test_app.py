@@ -64,7 +64,7 @@ def put(path: Path, text: str) -> None:
         ("report model", r"model: not converted: set --tp N, the number of ranks"),
         ("doctor modle --rank 2", r"modle: no such file or folder; did you mean 'model'\?"),
         ("doctor model --rank 2", r"model: not converted, so it has no rank 2: set --tp N"),
-        ("convert / --tp 2", r" /: the root folder has no folder beside it: name the folder to write with -o"),
+        ("convert / --tp 2", r" /: the root folder has no parent folder for the output: name the folder to write with -o"),
         ("convert model --tp 0", r"tp: 0, expected 1 to"),
         ("doctor model --tp 0", r"tp: 0, expected 1 or more"),
         ("convert model --align 3000 --tp 1", r"align: 3000 bytes, expected a power of two"),
@@ -95,7 +95,7 @@ def test_of_a_copy_that_is_incomplete_each_command_says_so(here: Run, work: Path
     for command in ("inspect copied", "verify copied", "convert copied --tp 2 -o out"):
         result = here(*command.split(), cwd=work)
         assert result.returncode == 2
-        assert "copied/relayout.json: is missing beside rank files: copy all of the converted" in result.stderr
+        assert "copied/relayout.json: is missing next to rank files: copy the complete converted" in result.stderr
     (work / ".later.relayout-partial").mkdir()
     later = here("verify", "later", cwd=work)
     assert ".later.relayout-partial beside it says that it is being made" in later.stderr

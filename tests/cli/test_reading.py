@@ -62,7 +62,7 @@ def test_inspect_speaks_json(here: Run, converted: Path, args: str, expected: di
         ("model --tp 2", r"\na rank of 2 would read \S+ kB to get (\S+) kB; after convert --tp 2: \1 kB in one read"),
         (
             "model --tp 3",
-            r"\nnote cannot be cut for 3 ranks: tensor .* \(this checkpoint can be cut for 1, 2, 4 ranks\)\n",
+            r"\nnote cannot be cut for 3 ranks: tensor .* \(this checkpoint can be divided among 1, 2, 4 ranks\)\n",
         ),
     ],
 )

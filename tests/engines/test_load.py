@@ -129,7 +129,7 @@ def test_a_damaged_byte_is_found_by_verify_and_a_missing_file_always(
     with pytest.raises(FormatError, match="bytes long, expected"):
         engine.load(folder, Model(whole, 1, 2))
     (folder / "relayout.json").unlink()
-    with pytest.raises(FormatError, match=r"relayout\.json: is missing beside rank files"):
+    with pytest.raises(FormatError, match=r"relayout\.json: is missing next to rank files"):
         engine.load(folder, Model(whole, 1, 2))
 
 

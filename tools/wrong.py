@@ -2,8 +2,8 @@
 
 Each input runs in a fresh folder, through the command line or the Python API, in a process of its own. An answer is
 right if the exit code is the documented one, no traceback is printed, the first line names the location and what was
-expected, and the last line is a command to type or a sentence that says what to do. Next commands of relayout itself
-are run, and must be valid commands. `--out FILE` writes the answers, which `docs/reference/WRONG_INPUTS.md` shows.
+found or expected, and the last line is the next command, or says what to do in words. Messages of the Python API say it
+in their text. `--out FILE` writes the answers, which `docs/reference/WRONG_INPUTS.md` shows.
 """
 
 from __future__ import annotations
@@ -41,9 +41,6 @@ RESULTS = Path(__file__).parent / "results" / "wrong_inputs.json"
 NEXT = "relayout: next: "
 _SECONDS = 120
 """Time limit of one command."""
-_COMMANDS = ("relayout ", "pip ", "ls ", "df ", "ps ", "curl ", "ulimit ", "git ", "hf ", "chmod ", "cat ", "aws ")
-"""First words of next commands."""
-
 SetUp = Callable[[Path], object]
 
 
@@ -54,6 +51,13 @@ class Answer:
     code: int
     lines: tuple[str, ...]
     """Lines of stderr, without progress and warnings."""
+
+    @staticmethod
+    def of(code: int, stderr: str, work: Path, url: str = "http://SERVER") -> Answer:
+        """Return the answer of a process that ran in a folder; names of folders and servers are replaced."""
+        lines = (line for line in stderr.splitlines() if not line.startswith("relayout: warning: "))
+        texts = (line.replace(str(work), "WORK").replace(url, "http://SERVER") for line in lines)
+        return Answer(code, tuple(texts))
 
     @property
     def message(self) -> str:
@@ -112,9 +116,9 @@ def problems(wrong: Wrong, answer: Answer) -> list[str]:
     return found
 
 
-def is_command(text: str) -> bool:
-    """Return True if the text is a command to type; otherwise it is a sentence."""
-    return text.startswith(_COMMANDS)
+def words_of(text: str) -> list[str]:
+    """Return the arguments of an input of the command line."""
+    return shlex.split(text)
 
 
 def make_world(folder: Path) -> None:
@@ -403,7 +407,7 @@ INPUTS: Sequence[Wrong] = (
     _option("convert model --tp 2 --plan lama", r"no built-in plan 'lama'; did you mean 'llama'\?"),
     _option("convert model --tp 2 --plan mine.toml", r"mine\.toml"),
     _option("convert model --tp 2 --plan mine.toml", r"mine\.toml: not valid TOML", set_up=put("mine.toml", "[cut\n")),
-    _option("convert model --tp 2 --plan phi3", r"^model: tensor .*no rule of plan 'builtin:phi3'"),
+    _option("convert model --tp 2 -o out --plan phi3", r"^model: tensor .*no rule of plan 'builtin:phi3'"),
     _option("convert model --tp 2 --ranks 0-5", r"ranks: '0-5', expected some of 0 to 1"),
     _option("convert model --tp 2 --ranks a", r"ranks: 'a', expected"),
     _option("convert model --tp 2 --unit 3/2", r"unit '3/2', expected K/N"),
@@ -425,11 +429,18 @@ INPUTS: Sequence[Wrong] = (
     _option("cache list", r"no cache: .*RELAYOUT_CACHE"),
     _option("cache remove 3f2a --folder cache", r"^cache: has no entry '3f2a'"),
     _option("report model", r"^model: not converted: set --tp N"),
-    _option("report model-tp2 -o page.html", r"page\.html: exists and is not a relayout report", set_up=put("page.html", "x")),
+    _option(
+        "report model-tp2 -o page.html",
+        r"page\.html: exists and is not a relayout report",
+        set_up=put("page.html", "x"),
+    ),
     _option("bench model-tp2 --runs 0 --no", r"runs: 0"),
     # Outputs.
     _output("convert model --tp 2", r"^model-tp2: already holds"),
-    _output("convert model --tp 1 -o model-tp2 --if-missing", r"^model-tp2: is not what this command makes: TP is 2, expected 1"),
+    _output(
+        "convert model --tp 1 -o model-tp2 --if-missing",
+        r"^model-tp2: is not what this command makes: TP is 2, expected 1",
+    ),
     _output("convert model --tp 2 -o out", r"^out: is not empty: holds 'mine'", set_up=put("out/mine", "mine")),
     _output("convert model --tp 2 -o out --force", r"^out: .*'mine'", set_up=put("out/mine", "mine")),
     _output("convert model --tp 2 -o out", r"^out: exists and is not a folder", set_up=put("out", "mine")),
@@ -449,7 +460,11 @@ INPUTS: Sequence[Wrong] = (
         set_up=edit("model-tp2/relayout.json", lambda top: top.update(model_type="mistral")),
     ),
     _converted("verify model-tp2", r"relayout\.json: is missing", set_up=remove("model-tp2/relayout.json")),
-    _converted("verify half", r"^half: no such file or folder; \.half\.relayout-partial next to it", set_up=lambda w: (w / ".half.relayout-partial").mkdir()),
+    _converted(
+        "verify half",
+        r"^half: no such file or folder; \.half\.relayout-partial next to it",
+        set_up=lambda w: (w / ".half.relayout-partial").mkdir(),
+    ),
     _converted(
         "restore model-tp2 -o back",
         r"^model-tp2/model-rank-1-part-0\.safetensors: is missing",
@@ -462,7 +477,9 @@ INPUTS: Sequence[Wrong] = (
     ),
     _converted("restore model-tp2 -o back", r"model-tp2/.*(damaged|digest)", set_up=damage("model-tp2/*.safetensors")),
     _converted(
-        "copy model-tp2 out", r"model-tp2/", set_up=lambda w: os.truncate(next((w / "model-tp2").glob("*.safetensors")), 999)
+        "copy model-tp2 out",
+        r"model-tp2/",
+        set_up=lambda w: os.truncate(next((w / "model-tp2").glob("*.safetensors")), 999),
     ),
     _converted("sign model-tp2 --key nokey.pem", r"^nokey\.pem: No such file", code=3),
     _converted("sign model-tp2 --key key.pem", r"key\.pem", set_up=put("key.pem", "no key")),
@@ -481,7 +498,12 @@ INPUTS: Sequence[Wrong] = (
     _store("inspect http://127.0.0.1:9/model", r"the server cannot be reached, it refuses connections", code=3),
     _store("inspect {server}/404/model", r"/404/model: ", code=2),
     _store("inspect {server}/403/model", r"HTTP 403", code=3),
-    _store("inspect hf://org/mdoel", r"^hf://org/mdoel: not found on the hub", code=3, environment={"HF_ENDPOINT": "{server}/404"}),
+    _store(
+        "inspect hf://org/mdoel",
+        r"^hf://org/mdoel: not found on the hub",
+        code=3,
+        environment={"HF_ENDPOINT": "{server}/404"},
+    ),
     _store("inspect hf://mdoel", r"expected hf://ORG/MODEL"),
     _store(
         "inspect s3://bucket/model",
@@ -504,11 +526,31 @@ INPUTS: Sequence[Wrong] = (
         environment=SHADOWED,
     ),
     # The system.
-    _system("convert model --tp 2 -o locked/out", r"^WORK/locked/out: Permission denied", set_up=lambda w: (w / "locked").mkdir(0o555), code=3, unprivileged=True),
-    _system("inspect model", r"^model/model\.safetensors: cannot be read", set_up=mode("model/model.safetensors", 0), unprivileged=True),
-    _system("inspect model", r"^model/relayout\.json: Permission denied", set_up=mode("model", 0), code=3, unprivileged=True),
-    _system("convert model --tp 2 -o full/out", r"^WORK/full/out: needs .* are free there", set_up=lambda w: full_disk(w / "full"), code=2),
-    _system("convert big --tp 1 -o out", r"^interrupted", set_up=lambda w: big_model(w / "big"), code=130, interrupted=True),
+    _system(
+        "convert model --tp 2 -o locked/out",
+        r"^WORK/locked/out: Permission denied",
+        set_up=lambda w: (w / "locked").mkdir(0o555),
+        code=3,
+        unprivileged=True,
+    ),
+    _system(
+        "inspect model",
+        r"^model/model\.safetensors: cannot be read",
+        set_up=mode("model/model.safetensors", 0),
+        unprivileged=True,
+    ),
+    _system(
+        "inspect model", r"^model/relayout\.json: Permission denied", set_up=mode("model", 0), code=3, unprivileged=True
+    ),
+    _system(
+        "convert model --tp 2 -o full/out",
+        r"^WORK/full/out: needs .* are free there",
+        set_up=lambda w: full_disk(w / "full"),
+        code=2,
+    ),
+    _system(
+        "convert big --tp 1 -o out", r"^interrupted", set_up=lambda w: big_model(w / "big"), code=130, interrupted=True
+    ),
     _system("bench model-tp2 --size 4GB --no", r"^model-tp2: is not a folder, or has a checkpoint"),
     _system("bench model-tp2 --no", r"torch.*not installed", set_up=without("torch"), environment=SHADOWED),
     # Python.
@@ -521,7 +563,11 @@ INPUTS: Sequence[Wrong] = (
     _python("relayout.load('model-tp2', rank=0, backend='fast')", r"backend 'fast', expected"),
     _python("relayout.load('model-tp2', rank=0, names='*.lm_head')", r"no tensor matches"),
     _python("relayout.load('model-tp2', rank=0, thread=4)", r"thread"),
-    _python("relayout.load('model-tp2', rank=0)", r"damaged|length|bytes", set_up=lambda w: [os.truncate(p, 999) for p in (w / "model-tp2").glob("*.safetensors")]),
+    _python(
+        "relayout.load('model-tp2', rank=0)",
+        r"damaged|length|bytes",
+        set_up=lambda w: [os.truncate(p, 999) for p in (w / "model-tp2").glob("*.safetensors")],
+    ),
     _python("relayout.load('model-tp2', rank=0, deltas='newer-tp2')", r"newer-tp2"),
     _python("relayout.load('newer-tp2', rank=0, deltas='delta')", r"another base"),
     _python("relayout.convert('model', 'out', tp=3)", r"cannot share evenly|not a multiple of 3"),
@@ -531,7 +577,9 @@ INPUTS: Sequence[Wrong] = (
     _python("relayout.open('model-tp2', rank=0)['lm_head']", r"lm_head"),
     _python("relayout.save({}, 'out', tp=2)", r"no tensors to save"),
     _python("relayout.verify('model-tp2', ranks=[5])", r"ranks"),
-    _python("relayout.load('model-tp2', rank=0)", r"torch is not installed", set_up=without("torch"), environment=SHADOWED),
+    _python(
+        "relayout.load('model-tp2', rank=0)", r"torch is not installed", set_up=without("torch"), environment=SHADOWED
+    ),
 )
 
 
@@ -593,7 +641,7 @@ def run(wrong: Wrong, world: Path, url: str) -> Answer:
         if wrong.set_up is not None:
             wrong.set_up(work)
         text = wrong.input.replace("{server}", url)
-        words = ["-c", _PROGRAM, text] if wrong.is_python else ["-m", "relayout", *shlex.split(text)]
+        words = ["-c", _PROGRAM, text] if wrong.is_python else ["-m", "relayout", *words_of(text)]
         done = _process(wrong, words, work, url)
     finally:
         if os.path.ismount(work / "full"):
@@ -618,8 +666,7 @@ def _process(wrong: Wrong, words: Sequence[str], work: Path, url: str) -> Answer
         how = {"script": _PROGRAM, "imports": prestarted.LOADER} if wrong.is_python else {}
         done = prestarted.run(*words[2:], cwd=work, env=environment, **how)
         code, stderr = done.returncode, done.stderr
-    lines = [line for line in stderr.splitlines() if not line.startswith("relayout: warning: ")]
-    return Answer(code, tuple(_without_places(line, work, url) for line in lines))
+    return Answer.of(code, stderr, work, url)
 
 
 def _started(wrong: Wrong, words: Sequence[str], work: Path, environment: Mapping[str, str]) -> tuple[int, str]:
@@ -644,11 +691,6 @@ def _started(wrong: Wrong, words: Sequence[str], work: Path, environment: Mappin
         process.kill()
         _, stderr = process.communicate()
     return process.returncode, stderr
-
-
-def _without_places(line: str, work: Path, url: str) -> str:
-    """Return a line as on any machine."""
-    return line.replace(str(work), "WORK").replace(url, "http://SERVER")
 
 
 def main() -> int:

@@ -59,7 +59,7 @@ def _help(argv: Sequence[str]) -> str:
 
 def _quoted_command(error: BaseException, argv: Sequence[str], said: str) -> str | None:
     """Return the command that a message names in backticks, or the `pip install` at its end."""
-    if match := re.search(r"`((?:relayout|hf|git|pip) [^`]+)`", said):
+    if match := re.search(r"`((?:relayout|hf|git|pip) \S+ [^`]+)`", said):
         path = _folder_of(error) or next((word for word in argv[1:2] if not word.startswith("-")), None)
         return match[1] if path is None else re.sub(r"\b(SRC|MODEL)$", lambda _: shlex.quote(path), match[1])
     match = re.search(r"pip install (?:'[^']+'|[\w-]+)", said)

@@ -81,13 +81,16 @@ TrustRemoteCodeOption = Annotated[
 TrustOption = Annotated[
     str | None,
     typer.Option(
-        "--trust", metavar="FILE", help="Trust policy (TOML) that lists accepted signers. Unsigned data is rejected. Default: RELAYOUT_TRUST."
+        "--trust",
+        metavar="FILE",
+        help="Trust policy (TOML) that lists accepted signers. Unsigned data is rejected. Default: RELAYOUT_TRUST.",
     ),
 ]
 ForceOption = Annotated[
     bool,
     typer.Option(
-        "--force", help="Replace an older output that relayout wrote; discard an interrupted attempt of another command."
+        "--force",
+        help="Replace an older output that relayout wrote; discard an interrupted attempt of another command.",
     ),
 ]
 IfMissingOption = Annotated[
@@ -100,9 +103,7 @@ ThreadsOption = Annotated[int, typer.Option(metavar="N", help="Threads that read
 MemoryOption = Annotated[str, typer.Option(metavar="SIZE", help="Memory limit of these threads.")]
 ScratchOption = Annotated[
     str | None,
-    typer.Option(
-        metavar="DIR", help="Local folder for files before their upload to a bucket. Default: TMPDIR."
-    ),
+    typer.Option(metavar="DIR", help="Local folder for files before their upload to a bucket. Default: TMPDIR."),
 ]
 DegreeOption = Annotated[
     int, typer.Option("--tp", "-tp", metavar="N", help="Number of tensor-parallel ranks; 1 keeps tensors whole.")

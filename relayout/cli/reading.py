@@ -157,7 +157,9 @@ def files(
     """
     with output(quiet, verbose, as_json) as out:
         if null and form is FilesFormat.CSI:
-            raise PlanError("--null cannot be combined with --format csi, which prints patterns: omit --null", code="option")
+            raise PlanError(
+                "--null cannot be combined with --format csi, which prints patterns: omit --null", code="option"
+            )
         needed = relayout.files(path, ranks=ranks)
         names = (f"./{file.name}" if file.name.startswith("-") else file.name for file in needed.files)
         text = "".join(f"{name}{chr(0) if null else chr(10)}" for name in names)

@@ -422,9 +422,7 @@ def diagnosis(result: Diagnosis) -> Iterator[Block]:
         what = f"Lustre has {counted(len(unstriped), 'large file')} in one stripe, read from one server"
         yield Line(f"{what}: lfs migrate -c 8 FILE stripes a file over 8", "note", "yellow")
     for threads, memory in sorted({(rank.threads, rank.memory) for rank in result.ranks}):
-        yield Line(
-            f"each rank uses at most {counted(threads, 'thread')} and {decimal(memory)} of buffers", "budget"
-        )
+        yield Line(f"each rank uses at most {counted(threads, 'thread')} and {decimal(memory)} of buffers", "budget")
     rows = [
         (
             str(rank.rank),

@@ -325,7 +325,8 @@ def delta(
 def apply(
     base: Annotated[str, typer.Argument(metavar="BASE", help="The folder that the first delta was made from.")],
     changes: Annotated[
-        list[str], typer.Argument(metavar="DELTA", help="Deltas that `relayout delta` wrote, in order: folders or URLs.")
+        list[str],
+        typer.Argument(metavar="DELTA", help="Deltas that `relayout delta` wrote, in order: folders or URLs."),
     ],
     output_folder: Annotated[str, typer.Option("--output", "-o", metavar="NEW", help="Folder to write, or its URL.")],
     threads: ThreadsOption = 8,

@@ -38,7 +38,8 @@ GROUP = ""
 def steps(
     root: Annotated[str, typer.Argument(metavar="ROOT", help="Where a trainer publishes its steps, or its URL.")],
     check: Annotated[
-        bool, typer.Option("--check", help="Check that each step can be read from a folder and deltas; exit with 1 if not.")
+        bool,
+        typer.Option("--check", help="Check that each step can be read from a folder and deltas; exit with 1 if not."),
     ] = False,
     prune: Annotated[bool, typer.Option("--prune", help="Delete folders and deltas that no step needs.")] = False,
     grace: Annotated[

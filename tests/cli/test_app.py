@@ -64,7 +64,10 @@ def put(path: Path, text: str) -> None:
         ("report model", r"model: not converted: set --tp N, the number of ranks"),
         ("doctor modle --rank 2", r"modle: no such file or folder; did you mean 'model'\?"),
         ("doctor model --rank 2", r"model: not converted, so it has no rank 2: set --tp N"),
-        ("convert / --tp 2", r" /: the root folder has no parent folder for the output: name the folder to write with -o"),
+        (
+            "convert / --tp 2",
+            r" /: the root folder has no parent folder for the output: name the folder to write with -o",
+        ),
         ("convert model --tp 0", r"tp: 0, expected 1 to"),
         ("doctor model --tp 0", r"tp: 0, expected 1 or more"),
         ("convert model --align 3000 --tp 1", r"align: 3000 bytes, expected a power of two"),

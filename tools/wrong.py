@@ -249,7 +249,7 @@ def indexed(work: Path, weight_map: Mapping[str, str]) -> None:
 def missing_shard(work: Path) -> None:
     """Let the index name a shard that was not downloaded."""
     names = list(load_file(work / "model" / "model.safetensors"))
-    os.rename(work / "model" / "model.safetensors", work / "model" / "model-00001-of-00002.safetensors")
+    (work / "model" / "model.safetensors").rename(work / "model" / "model-00001-of-00002.safetensors")
     files = ("model-00001-of-00002.safetensors", "model-00002-of-00002.safetensors")
     indexed(work, {name: files[i > 3] for i, name in enumerate(names)})
 
@@ -380,7 +380,7 @@ INPUTS: Sequence[Wrong] = (
         "convert model --tp 2",
         r"symbolic link that leads out of the checkpoint",
         set_up=both(
-            lambda w: os.rename(w / "model" / "model.safetensors", w / "blob"),
+            lambda w: (w / "model" / "model.safetensors").rename(w / "blob"),
             lambda w: (w / "model" / "model.safetensors").symlink_to(w / "blob"),
         ),
     ),

@@ -7,6 +7,7 @@ import os
 import re
 import shlex
 from collections.abc import Sequence
+from pathlib import Path
 
 from relayout.cli.signals import Signalled
 from relayout.errors import FormatError, PlanError, RelayoutError
@@ -149,12 +150,13 @@ def _folder_of(error: BaseException) -> str | None:
         return None
     path = os.fspath(error.path)
     folder, _, name = path.rpartition("/")
-    is_file_inside = bool(folder) and not os.path.isdir(path) and "." in name and not path.endswith("://")
+    is_file_inside = bool(folder) and not Path(path).is_dir() and "." in name and not path.endswith("://")
     return folder if is_file_inside and error.code not in ("space", "exists") else path
 
 
 def _nearest(path: str) -> str:
     """Return the path, or its nearest parent that exists."""
-    while path and not os.path.lexists(path):
-        path = os.path.dirname(path)
-    return path or "."
+    found = Path(path)
+    while not os.path.lexists(found) and found != found.parent:
+        found = found.parent
+    return str(found)

@@ -78,8 +78,8 @@ plans = typer.Typer(
     invoke_without_command=True,
 )
 cache = typer.Typer(
-    help="List the entries of a cache, add to it, or remove from it.\n\nA cache keeps conversions of plain checkpoints, and"
-    " files of remote ones.",
+    help="List the entries of a cache, add to it, or remove from it.\n\nA cache keeps conversions of plain checkpoints,"
+    " and files of remote ones.",
     callback=require_command,
     invoke_without_command=True,
 )

@@ -152,8 +152,8 @@ def files(
 ) -> None:
     """Print the names of the files that ranks need.
 
-    For tools that copy files. relayout.json is the last. A name that begins with - is printed with ./ before it, so that
-    tools do not read it as an option.
+    For tools that copy files. relayout.json is the last. A name that begins with - is printed with ./ before it, so
+    that tools do not read it as an option.
     """
     with output(quiet, verbose, as_json) as out:
         if null and form is FilesFormat.CSI:

@@ -207,7 +207,7 @@ def restore(
         bool,
         typer.Option(
             "--force",
-            help="Replace DIR if it is a converted folder. Delete an earlier restored folder yourself: it cannot be recognized.",
+            help="Replace DIR if it is a converted folder. An earlier restored folder cannot be recognized: delete it.",
         ),
     ] = False,
     quiet: QuietOption = False,

@@ -308,8 +308,8 @@ class EngineRank:
             PlanError: the folder has whole experts, and the engine cuts them.
         """
         if manifest.expert_parallel and not self.owns_experts:
-            what = f"was converted with --expert-parallel, but {self.name} slices experts: launch it with expert parallelism"
-            raise PlanError(f"{what}, or convert without --expert-parallel", path=path, code="unsupported")
+            what = f"was converted with --expert-parallel, but {self.name} slices experts: launch it with expert"
+            raise PlanError(f"{what} parallelism, or convert without --expert-parallel", path=path, code="unsupported")
         is_same, has_whole = manifest.num_ranks == self.num_ranks, manifest.expert_parallel or manifest.num_ranks == 1
         faster = f"`relayout convert SRC --tp {self.num_ranks}"
         if not is_same:

@@ -93,8 +93,8 @@ class Replaceable:
             return frozenset()
         if self.marker not in there:
             what = (
-                f"is not empty: holds {first_of(there)}, and no {self.marker}: not an output of relayout; choose another"
-                " output"
+                f"is not empty: holds {first_of(there)}, and no {self.marker}: not an output of relayout; choose"
+                " another output"
             )
             raise PlanError(what, path=str(store), code="exists")
         try:

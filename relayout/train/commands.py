@@ -47,7 +47,7 @@ def steps(
         typer.Option(
             "--grace",
             metavar="SECONDS",
-            help="Keep retired steps for this many seconds, for readers of an older index. Default: the publisher's setting.",
+            help="Keep retired steps for this many seconds, for readers of an older index. Default: as published.",
         ),
     ] = None,
     quiet: QuietOption = False,

@@ -15,6 +15,8 @@ from relayout.storage.stores import scheme_of
 
 _GROUPS = ("plans", "cache")
 """Commands that have commands of their own."""
+_WITH_VALUE = ("--rank", "--tp")
+"""Options with a value that messages say to omit."""
 _BY_SCHEME = {"s3": "aws s3 ls {}/", "hf": "hf auth whoami", "http": "curl -I {}", "https": "curl -I {}"}
 """Commands that ask a store without relayout."""
 _BY_ERRNO = {
@@ -90,7 +92,8 @@ def _without_option(argv: Sequence[str], said: str) -> str | None:
     if match is None or match[1] not in argv:
         return None
     at = argv.index(match[1])
-    return shlex.join(["relayout", *argv[:at], *argv[at + 2 :]])
+    num_words = 2 if match[1] in _WITH_VALUE else 1
+    return shlex.join(["relayout", *argv[:at], *argv[at + num_words :]])
 
 
 def _after_bad_file(error: FormatError, argv: Sequence[str]) -> str:

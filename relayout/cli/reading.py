@@ -54,6 +54,7 @@ def inspect(
     Also shows tensors and ranks. Reads headers only.
     """
     with output(quiet, verbose, as_json) as out:
+        out.begin(f"reading the headers of {path}")
         from relayout.cli import render
 
         out.show(relayout.inspect(path, rank=rank, tp=tp), render.inspection)

@@ -143,7 +143,7 @@ def warmed(done: Warmed) -> Iterator[Block]:
         (file.name, decimal(file.nbytes), *(_percent(n, file.nbytes) for n in (file.before_nbytes, file.after_nbytes)))
         for file in done.files
     ]
-    yield Table([Column("file", "name"), *of_numbers("size", "in cache before", "now")], rows, "files")
+    yield Table([Column("file", "name"), *of_numbers("bytes", "in cache before", "now")], rows, "files")
 
 
 def cache(listing: CacheListing) -> Iterator[Block]:
@@ -245,7 +245,7 @@ def verification(result: Verification, *, has_source: bool) -> Iterator[Block]:
     if result.ok:
         yield Line(text, "verified", "bold green")
         if result.signer is not None:
-            what = "all that is signed" if len(result.ranks) == result.num_ranks else f"the signed files of {who}"
+            what = "all signed files" if len(result.ranks) == result.num_ranks else f"the signed files of {who}"
             yield Line(f"by {result.signer}: {what} unchanged", "signed", "bold green")
         elif result.has_signature:
             yield Line("its signature was not checked: --trust POLICY does that", "note", "yellow")

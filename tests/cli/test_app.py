@@ -101,7 +101,7 @@ def test_of_a_copy_that_is_incomplete_each_command_says_so(here: Run, work: Path
         assert "copied/relayout.json: is missing next to rank files: copy the complete converted" in result.stderr
     (work / ".later.relayout-partial").mkdir()
     later = here("verify", "later", cwd=work)
-    assert ".later.relayout-partial beside it says that it is being made" in later.stderr
+    assert ".later.relayout-partial next to it belongs to a command that is writing it" in later.stderr
 
 
 # What is wrong with checkpoints, plans and outputs, the tests of each tell: here is how it is said.
@@ -116,7 +116,7 @@ def test_of_a_copy_that_is_incomplete_each_command_says_so(here: Run, work: Path
         (
             lambda work: put(work / "out" / "precious", "mine"),
             "convert model --tp 1 -o out",
-            r"out: is not empty: holds 'precious', and no relayout\.json, .* wrote it; choose another output",
+            r"out: is not empty: holds 'precious', and no relayout\.json: not an output of relayout; choose another output",
         ),
         (
             lambda work: put(work / "pickled" / "pytorch_model.bin", "pickle"),
@@ -230,7 +230,8 @@ def test_an_output_that_cannot_be_written_is_an_io_failure(converted: Path, tmp_
         command = [*RELAYOUT, *args.split()]
         done = subprocess.run(command, cwd=place, env=ENVIRONMENT, stdout=full, stderr=subprocess.PIPE, text=True)
     assert done.returncode == 3
-    said = json.loads(done.stderr)["message"] if "--json" in args else done.stderr.removeprefix("relayout: error: ")
+    lines = done.stderr.removeprefix("relayout: error: ").splitlines()
+    said = json.loads(done.stderr)["message"] if "--json" in args else lines[0]
     assert said.strip().removeprefix("standard output: ") == "No space left on device"
     assert (place / "again" / "relayout.json").exists() == ("again" in args), "what it tells of is done"
 
@@ -342,6 +343,7 @@ def test_with_json_an_error_is_one_object_on_stderr(here: Run, work: Path) -> No
     event = json.loads(done.stderr)
     assert event["message"].startswith("nothing: no such file or folder")
     del event["message"]
+    assert event.pop("next").startswith("ls -la ")
     assert event == {
         "event": "error",
         "exit_code": 2,

@@ -323,7 +323,7 @@ def test_axes_of_one_element_do_not_count_where_a_rule_says_so(shape: tuple[int,
     family = parse_family("[cut]\nx = { dim = 0, by = 'even', squeeze = true }", "mine.toml", "mine")
     plan = plan_by(make_source({"x": shape}), 2, family)
     assert plan.cut(0).slices == (Slice.along(axis, ((0, 4),)), Slice.along(axis, ((4, 4),)))
-    with pytest.raises(PlanError, match="the dimension does not exist, but rule 'x' cuts it"):
+    with pytest.raises(PlanError, match="the dimension does not exist, but rule 'x' divides it"):
         plan_by(make_source({"x": (1, 1)}), 2, family)
 
 

@@ -332,8 +332,8 @@ FORGERIES: dict[str, tuple[Callable[[Path], object], str]] = {
         forged(lambda top: top.update(makes=proof(b"another"))),
         "new/relayout.json.zst: digest differs",
     ),
-    "a file of nobody": (with_file("notes.txt", b"mine"), "has notes.txt, which is no file of the result$"),
-    "a file of a delta": (with_file(CHANGES[0], b"mine"), f"has {CHANGES[0]}, which is no file of the result$"),
+    "a file of nobody": (with_file("notes.txt", b"mine"), "has notes.txt, which is not a file of the result$"),
+    "a file of a delta": (with_file(CHANGES[0], b"mine"), f"has {CHANGES[0]}, which is not a file of the result$"),
     "a file that is not there": (with_file("config.json", None), "new/config.json: is missing$"),
     **{
         f"{name} among others": (

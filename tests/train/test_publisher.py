@@ -160,7 +160,7 @@ def test_a_file_or_a_checkpoint_is_no_root_and_stays_as_it_is(tmp_path: Path) ->
     (tmp_path / "link").symlink_to("nowhere")
     checkpoints = ("converted", "without", "plain")
     before = [files_of(str(tmp_path / name)) for name in checkpoints]
-    others = [("file", "is no folder"), ("link", "is no folder")]
+    others = [("file", "is not a folder"), ("link", "is not a folder")]
     for name, why in [*((name, "is a checkpoint") for name in checkpoints), *others]:
         with pytest.raises(relayout.PlanError, match=f"{name}: {why}"):
             relayout.Publisher(tmp_path / name, config=CONFIG, tp=2).publish(weights_of(2), 2)

@@ -407,7 +407,7 @@ INPUTS: Sequence[Wrong] = (
     _option("convert model --tp 2 --plan lama", r"no built-in plan 'lama'; did you mean 'llama'\?"),
     _option("convert model --tp 2 --plan mine.toml", r"mine\.toml"),
     _option("convert model --tp 2 --plan mine.toml", r"mine\.toml: not valid TOML", set_up=put("mine.toml", "[cut\n")),
-    _option("convert model --tp 2 -o out --plan phi3", r"^model: tensor .*no rule of plan 'builtin:phi3'"),
+    _option("convert model --tp 2 -o out --plan gpt2", r"^model: tensor .*no rule of plan 'builtin:gpt2'"),
     _option("convert model --tp 2 --ranks 0-5", r"ranks: '0-5', expected some of 0 to 1"),
     _option("convert model --tp 2 --ranks a", r"ranks: 'a', expected"),
     _option("convert model --tp 2 --unit 3/2", r"unit '3/2', expected K/N"),

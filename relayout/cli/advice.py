@@ -153,8 +153,16 @@ def _folder_of(error: BaseException) -> str | None:
         return None
     path = os.fspath(error.path)
     folder, _, name = path.rpartition("/")
-    is_file_inside = bool(folder) and not Path(path).is_dir() and "." in name and not path.endswith("://")
+    is_file_inside = bool(folder) and not _is_folder(path) and "." in name and not path.endswith("://")
     return folder if is_file_inside and error.code not in ("space", "exists") else path
+
+
+def _is_folder(path: str) -> bool:
+    """Return True if the path is a folder; False too if its parent folder cannot be entered."""
+    try:
+        return Path(path).is_dir()
+    except OSError:
+        return False
 
 
 def _nearest(path: str) -> str:

@@ -133,7 +133,7 @@ def test_several_signals_stop_a_conversion_as_one_and_keep_what_is_done(big: Pat
         stdout, stderr = child.communicate(timeout=PATIENCE)
     assert child.returncode in (128 + signal.SIGHUP, 128 + signal.SIGTERM)
     assert stdout == ""
-    note = f"finished work is kept in {big / PARTIAL}; the same command resumes it"
+    note = f"relayout: note: finished work is kept in {big / PARTIAL}; the same command resumes it"
     assert stderr.splitlines() == [
         "relayout: terminated",
         f"relayout: note: {note}",

@@ -194,7 +194,7 @@ def test_some_names(tp: int, conversions: Conversions) -> None:
         (
             0,
             3,
-            r"dim 1 of \[128, 256\]: 256 elements, not a multiple of 3 \(.* can be divided among 1, 2, 4, 8 ranks\)$",
+            r"dim 1 of \[128, 256\]: 256 elements, not a multiple of 3 \(.* among 1, 2, 4, 8 ranks\)$",
         ),
         (0, 2000, r"llama-tp4: tp: 2000, expected 1 to 1024$"),
     ],

@@ -56,7 +56,8 @@ def next_step(error: BaseException, argv: Sequence[str]) -> str:
 
 def _help(argv: Sequence[str]) -> str:
     """Return the command that prints the help of the given command."""
-    words = [word for word in argv[: 1 + (argv[:1] and argv[0] in _GROUPS)] if re.fullmatch("[a-z]+", word)]
+    num_words = 2 if argv and argv[0] in _GROUPS else 1
+    words = [word for word in argv[:num_words] if re.fullmatch("[a-z]+", word)]
     return " ".join(["relayout", *words, "--help"])
 
 

@@ -132,7 +132,7 @@ def gitignore_pattern(name: str) -> str:
     epilog=examples(
         "files llama-3.1-8b-tp8 --ranks 0-3",
         "files llama-3.1-8b-tp8 --ranks 0-3 > names.txt",
-        "files oci://registry.example.com/llama:tp8 --ranks 0-3 --format csi",
+        "files oci://registry.example.com/llama:tp8 --format csi",
     ),
 )
 def files(

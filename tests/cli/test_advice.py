@@ -22,6 +22,7 @@ from relayout.errors import FormatError, MissingPathError, PlanError
             "relayout convert --help",
         ),
         (PlanError("no entry", code="option"), "cache remove x", "relayout cache remove --help"),
+        (PlanError("no command", code="option"), "--verbose", "relayout --help"),
         (
             PlanError("no such command 'convrt'; did you mean 'convert'?"),
             "convrt m --tp 2",
@@ -91,3 +92,7 @@ def test_of_a_failed_verify_the_files_are_listed(tmp_path: Path) -> None:
     damaged = FormatError("not valid JSON", path=str(tmp_path / "relayout.json"), code="syntax")
     assert next_step(damaged, ["verify", str(tmp_path)]) == f"ls -la {tmp_path}"
     assert next_step(damaged, ["inspect", str(tmp_path)]) == f"relayout verify {tmp_path}"
+
+
+def test_without_arguments_the_help_of_all_commands_is_next() -> None:
+    assert next_step(PlanError("no command", code="option"), []) == "relayout --help"

@@ -207,8 +207,7 @@ class _Compared:
 def wrong_inputs() -> str:
     """Each wrong input, with the exit code, the message and the next command."""
     rows = ["| input | exit | message | next |", "|---" * 4 + "|"]
-    lines = (_ROOT / "tools" / "results" / "wrong_inputs.json").read_text().splitlines()
-    for row in map(json.loads, lines):
+    for row in _results("wrong_inputs"):
         prefix = "" if row["area"] == "python" else "relayout "
         cells = (
             f"`{prefix}{row['input']}`",

@@ -717,7 +717,8 @@ def main() -> int:
             rows.append({"area": wrong.area, "input": wrong.input, "code": answer.code, **answer.texts()})
     print(f"{len(some)} inputs, {num_wrong} wrong answers")
     if chosen.out is not None:
-        chosen.out.write_text("".join(f"{json.dumps(row)}\n" for row in rows))
+        lines = ",\n".join(json.dumps(row) for row in rows)  # One input a line.
+        chosen.out.write_text(f"[\n{lines}\n]\n")
     return int(num_wrong > 0)
 
 

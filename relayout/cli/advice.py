@@ -106,6 +106,8 @@ def _after_bad_file(error: FormatError, argv: Sequence[str]) -> str:
         return "relayout sign --help"
     if path is None:
         return _help(argv)
+    if "relayout convert makes one" in error.what:  # `inspect` prints the command that converts this checkpoint.
+        return f"relayout inspect {shlex.quote(path)}"
     if str(error.path).endswith(".toml"):
         return "relayout plans show llama" if "--plan" in argv else "relayout sign --help"
     # `verify` lists all damaged files; if it has just failed, only the files themselves can be looked at.

@@ -57,6 +57,11 @@ from relayout.errors import FormatError, MissingPathError, PlanError
         (PlanError("no plan", path="m", code="no_plan"), "convert m --tp 3", "relayout plans list"),
         (PlanError("is being written", path="m", code="busy"), "convert m --tp 3", "ps -ef | grep relayout"),
         (FormatError("damaged", path="m/a.safetensors", code="digest"), "copy m n", "relayout verify m"),
+        (
+            FormatError("not a converted folder; relayout convert makes one", path="m"),
+            "restore m",
+            "relayout inspect m",
+        ),
         (FormatError("not signed", path="m", code="signature"), "copy m n", "relayout sign --help"),
         (
             FormatError("not valid TOML", path="p.toml", code="syntax"),

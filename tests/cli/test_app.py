@@ -70,7 +70,10 @@ def put(path: Path, text: str) -> None:
         ),
         ("convert model --tp 0", r"tp: 0, expected 1 to"),
         ("doctor model --tp 0", r"tp: 0, expected 1 or more"),
-        ("convert model --tp 1 --expert-parallel", r"model: expert_parallel: one rank holds all experts: omit --expert"),
+        (
+            "convert model --tp 1 --expert-parallel",
+            r"model: expert_parallel: one rank holds all experts: omit --expert",
+        ),
         ("convert model --align 3000 --tp 1", r"align: 3000 bytes, expected a power of two"),
         (f"convert model --tp 1 --memory {'9' * 5000}", r"is too large, expected at most 9223372036854775807 bytes"),
         ("convert model --max-part-size 0 --tp 1", r"part size of 0 bytes"),

@@ -171,9 +171,9 @@ def _basis(told: Explanation, plan: ArenaPlan, budget: Budget) -> str:
     refused = [file for file in told.files if file.refuses_direct is not None]
     kinds = _kinds(told.files)
     if any(file.folder.cost.is_remote for file in plan.files):
-        most = budget.cost.request_nbytes // 2**20
+        most = budget.cost.request_nbytes / 1e6
         more = f", up to {budget.max_threads} where that reads faster" if budget.max_threads > budget.threads else ""
-        return f"here {kinds} brings them by at most {most} MiB each, {budget.threads} at a time{more}"
+        return f"here {kinds} reads them in requests of at most {most:.1f} MB, {budget.threads} at a time{more}"
     percent = f"{100 * told.resident_nbytes / max(1, told.read_nbytes):.0f} %"
     direct = f"{kinds} supports direct I/O"
     if refused:

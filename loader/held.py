@@ -176,7 +176,9 @@ def _shard_of(name: str, tensor: Any) -> tuple[Slice, torch.Tensor]:
     order = getattr(tensor._spec, "shard_order", None)
     if order and not tensor._spec.is_default_device_order(order):
         raise PlanError(
-            f"a DTensor that is cut in another order than its mesh has: {order}", tensor=name, code="unsupported"
+            f"a DTensor that is sharded in a different order than its mesh dims: {order}",
+            tensor=name,
+            code="unsupported",
         )
     if coordinate is None:
         return NOT_HELD, local

@@ -243,7 +243,7 @@ def apply(
         delta: a folder that `relayout.delta` wrote, or its URL.
         rank: from 0.
         tensors: as `relayout.load` returned them, at the degree of the conversion; all of the rank's, or some. They are
-            contiguous and share no memory. On a device they pass through host memory to be compared, at most 16 MiB
+            contiguous and share no memory. On a device they pass through host memory to be compared, at most 8 MiB
             for each thread; only changes pass back.
         base: the content that the tensors have: a converted folder, or its URL; or a list of it and the deltas that
             were applied to it, in order. Its manifest is read, and the rank's table and digests.

@@ -260,7 +260,7 @@ def _view_of(
     storage, base, steps = _origin_of(tensor, copies) or (0, 0, [])
     origin = origins.get(storage)
     refused = PlanError(
-        "is no part of one of the model's tensors: only transformers' own save and load know it",
+        "is not part of a tensor of the model: use save_pretrained and from_pretrained of transformers",
         tensor=name,
         code="unsupported",
     )

@@ -273,7 +273,7 @@ def _prepared(asked: Asked) -> tuple[LocalStateDict, Options]:
     assert asked.into is not None
     for option, value in {"tp": asked.tp, "cache": asked.cache, "experts": asked.experts is not None}.items():
         if value:
-            what = f"{option} cannot be combined with into and no rank: what is held is read as it is stored"
+            what = f"{option} cannot be combined with into and no rank: the model's own slices are read as stored"
             raise PlanError(what, code="option")
     options, held = asked.options(), LocalStateDict.of(asked.into)
     device = resolve_device(held.device)

@@ -114,7 +114,7 @@ class TensorSlice:
         selected = selection(index, self._shape)
         if self._dtype == "F4" and (selected is None or (selected and selected[-1] != slice(None))):
             raise PlanError(
-                "torch stores F4 in pairs, which cannot be cut along the last dim",
+                "torch stores F4 in pairs, which cannot be sliced along the last dim",
                 tensor=self._name,
                 code="unsupported",
             )

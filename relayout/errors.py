@@ -56,7 +56,7 @@ FORMAT_CODES: Mapping[FormatCode, str] = {
     "unsafe": "a link or path that leaves the folder, or no regular file",
     "owner": "belongs to another rank or conversion",
     "digest": "bytes have changed",
-    "signature": "not signed as the trust policy wants",
+    "signature": "not signed as the trust policy requires",
     "mismatch": "two files disagree",
     "invalid": "all else",
 }

@@ -35,6 +35,8 @@ _REFERENCE = _ROOT / "docs" / "reference"
 _WIDTH = 120
 _NEWEST = 40
 """Architectures in the table of the newest."""
+_MAX_MESSAGE = 240
+"""Characters of a message in a table."""
 _MAX_REASON = 150
 """Characters of a reason in a table."""
 
@@ -200,6 +202,27 @@ class _Compared:
         different = sum(one if isinstance(one, int) else len(one) for one in counts)
         names, degrees = (frozenset(load[column] for load in done) for column in (0, 1))
         return _Compared(what, names, degrees, sum(load["parameters"] for _, _, load in done), different)
+
+
+def wrong_inputs() -> str:
+    """Each wrong input, with the exit code, the message and the next command."""
+    rows = ["| input | exit | message | next |", "|---" * 4 + "|"]
+    for row in _results("wrong_inputs"):
+        prefix = "" if row["area"] == "python" else "relayout "
+        cells = (
+            f"`{prefix}{row['input']}`",
+            str(row["code"]),
+            row["message"],
+            f"`{row['next']}`" if row["next"] else "",
+        )
+        rows.append(f"| {' | '.join(_cell(cell) for cell in cells)} |")
+    return "\n".join(rows)
+
+
+def _cell(text: str) -> str:
+    """Return a text as one cell of a table of Markdown."""
+    short = text if len(text) <= _MAX_MESSAGE else f"{text[:_MAX_MESSAGE]}..."
+    return short.replace("|", "\\|").replace("<", "&lt;")
 
 
 _LOADS = {
@@ -665,6 +688,7 @@ PARTS: dict[str, tuple[Path, Callable[[], str]]] = {
     "commands": (_REFERENCE / "COMMANDS.md", commands),
     "man": (_ROOT / "docs" / "relayout.1", man),
     "codes": (_REFERENCE / "ERRORS.md", codes),
+    "wrong_inputs": (_REFERENCE / "WRONG_INPUTS.md", wrong_inputs),
     "packages": (_ROOT / "docs" / "CONTRIBUTING.md", packages),
 }
 

@@ -362,7 +362,7 @@ def _with_hint(error: Exception) -> Exception | None:
     if isinstance(error, ModuleNotFoundError) and error.name == "torch":
         return no_torch()
     if isinstance(error, MemoryError) and not str(error):
-        return MemoryError(f"no memory is left for a load's own objects, beside tensors and buffers{_limit()}")
+        return MemoryError(f"out of memory for objects other than tensors and buffers{_limit()}")
     if not isinstance(error, OSError) or isinstance(error, RequestError):  # RequestError already contains a hint.
         return None
     hint = _hint(error.errno)

@@ -47,7 +47,7 @@ def bench(
     ] = None,
     against: Annotated[
         str | None,
-        typer.Option(metavar="FOLDER", help="The same checkpoint, converted or plain. Default: found beside PATH."),
+        typer.Option(metavar="FOLDER", help="The same checkpoint, converted or plain. Default: found next to PATH."),
     ] = None,
     size: Annotated[
         str | None,
@@ -55,7 +55,7 @@ def bench(
     ] = None,
     runs: Annotated[
         int | None,
-        typer.Option(metavar="N", help="Loads per loader; medians count. Default: as many of 3 as 2 minutes allow."),
+        typer.Option(metavar="N", help="Loads per loader; the median is reported. Default: up to 3, within 2 minutes."),
     ] = None,
     yes: Annotated[
         bool | None,
@@ -130,7 +130,7 @@ def shown(result: Bench) -> Iterator[Block]:
     yield loads(result.loads, result.drive_gb_per_s)
     yield Listing(list(failures(result.loads)), "failures", "failed:")
     if result.drive_gb_per_s is not None:
-        yield Line(f"{result.drive_gb_per_s:.2f} GB/s by direct reads of the same files (10^9 bytes)", "drive:")
+        yield Line(f"{result.drive_gb_per_s:.2f} GB/s by direct reads of the same files", "drive:")
     machine = result.machine
     system = f"{machine.file_system}{'' if machine.drive is None else f' on {machine.drive}'}"
     yield Line(
@@ -144,7 +144,7 @@ def shown(result: Bench) -> Iterator[Block]:
     same = "not all" if result.wrong else "all"
     yield Line(
         f"medians of {runs} runs, each in a fresh process; {same} loaders loaded the same bytes (compared after"
-        " the clock stopped); +MiB is a process's peak memory beyond its tensors"
+        " the clock stopped); +MB is a process's peak memory beyond its tensors"
     )
 
 
@@ -165,11 +165,11 @@ def loads(groups: Iterable[RankLoads], drive: float | None) -> Table:
                     f"{timing.gb_per_s:.2f}",
                     share,
                     f"{timing.median('cpu_seconds'):.2f}",
-                    f"{timing.median('peak_minus_needed_nbytes') / 2**20:.0f}",
+                    f"{timing.median('peak_minus_needed_nbytes') / 1e6:.0f}",
                     "" if ours is None else f"{timing.median('seconds') / ours.median('seconds'):.1f}x",
                 )
             )
-    return Table([Column(""), *of_numbers("s", "GB/s", "drive", "CPU s", "+MiB", "as long as relayout")], rows, "")
+    return Table([Column(""), *of_numbers("s", "GB/s", "drive", "CPU s", "+MB", "as long as relayout")], rows, "")
 
 
 def failures(groups: Iterable[RankLoads]) -> Iterator[str]:

@@ -387,7 +387,7 @@ def _find_folders(path: str | os.PathLike[str], tp: int | None, against: str | o
         folders = Folders(folder, other or _converted_beside(folder, tp), tp or 0)
     manifest = folders.manifest
     if manifest is None and tp is None:
-        what = f"no converted folder is beside it: set --tp N (relayout convert {folder} --tp N makes one)"
+        what = f"there is no converted folder next to it: set --tp N (relayout convert {folder} --tp N makes one)"
         raise PlanError(what, path=path, code="option")
     if manifest is None:
         return folders

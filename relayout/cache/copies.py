@@ -239,7 +239,7 @@ def _forget_damaged(entry: HeldEntry, manifest: Manifest, blob: bytes) -> None:
 
     def check(name: str) -> None:
         if name == MANIFEST_NAME and copies.read(name, MAX_RECORD_NBYTES) != blob:
-            raise FormatError("is another", path=name, code="mismatch")
+            raise FormatError("differs from the manifest that was read before", path=name, code="mismatch")
         if name in small:
             read_small(copies, name, small[name])
         if name in packed:

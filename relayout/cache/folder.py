@@ -129,7 +129,7 @@ class Cache:
         self._put_aside(entry, why)
         entry = self._hold(name)
         if (why := entry.what_is_wrong(check)) is not None:
-            raise PlanError(f"{why}, though it was made again", path=entry.folder)
+            raise PlanError(f"{why}, although it was rebuilt", path=entry.folder)
         return entry
 
     def _hold(self, name: str) -> HeldEntry:
@@ -152,7 +152,7 @@ class Cache:
                 if status is None or not os.path.samestat(status, mine):
                     return  # Another process has removed it, and logged that.
                 if self._remove(own, entry):
-                    getLogger("relayout").warning("relayout: %s: %s: made again in the cache", entry, why)
+                    getLogger("relayout").warning("relayout: %s: %s: rebuilt in the cache", entry, why)
                     return
             if time.monotonic() >= end:
                 advice = f"`relayout cache remove {entry.name[:8]} --folder {self.folder}` removes it later"
@@ -249,7 +249,7 @@ class Cache:
         if not _is_own(own, stat.S_ISDIR):
             raise PlanError("is not a folder of this user; choose another for the cache", path=own, code="exists")
         if _may_be_written_by_others(own):
-            what = "others may write to it, so that nothing in it is believed: delete it, or `chmod go-w` it"
+            what = "other users may write to it, so its entries are not used: delete it, or `chmod go-w` it"
             raise PlanError(what, path=own, code="exists")
         with OpenFolder(own) as folder:
             # List the names first: another process writes the tag before anything else.

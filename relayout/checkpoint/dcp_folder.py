@@ -223,7 +223,7 @@ def _why_without_metadata(root: Store) -> str:
     with suppress(FormatError):
         if root.stat(_METADATA_OF_RANK) is not None:
             return f"is missing: each process wrote its own ({_METADATA_OF_RANK} ...): save with use_collectives=True"
-    return "is missing beside .distcp files: was the save interrupted?"
+    return "is missing next to .distcp files: was the save interrupted? save again"
 
 
 def _stats(root: Store, names: Sequence[str]) -> list[FileStat]:

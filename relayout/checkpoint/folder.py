@@ -73,8 +73,8 @@ def refuse_incomplete(folder: Store, names: Iterable[str]) -> None:
     refuse_unfinished(folder)
     if any(map(RANK_FILE.fullmatch, names)):
         what = (
-            "is missing beside rank files: copy all of the converted folder again; if these are vLLM's sharded state,"
-            " which has such names, too, give the checkpoint that it was made from"
+            "is missing next to rank files: copy the complete converted folder again; for vLLM's sharded state, which"
+            " has such file names too, name the checkpoint that it was saved from"
         )
         raise FormatError(what, path=folder.location(MANIFEST_NAME), code="missing")
 

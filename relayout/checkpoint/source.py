@@ -331,8 +331,8 @@ def _assemble(
     folder = root.parent()[0] if is_file else root
     if folder.cost.needs_digests:
         what = (
-            "a plain checkpoint in a registry: its digests are of whole files, so that no part can be proven; download"
-            " it by a tool that proves them (oras pull, modctl pull), and give the folder"
+            "a plain checkpoint in a registry: its digests are of whole files, so no part can be verified; download it"
+            " with a tool that verifies them (oras pull, modctl pull), and name the folder"
         )
         raise FormatError(what, path=str(root), code="digest")
     for shard, _ in shards:

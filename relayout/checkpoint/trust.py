@@ -287,7 +287,7 @@ def _signers_for(store: Store, policy: Policy) -> list[Signer]:
 def _read_signed(store: Store, name: str, limit: int, policy: Policy) -> bytes:
     blob = if_there(lambda: store.read(name, limit))
     if blob is None:
-        what = f"is not signed ({name} is missing), and the policy {policy.path} wants that: relayout sign"
+        what = f"is not signed ({name} is missing), but the policy {policy.path} requires it: relayout sign"
         raise FormatError(what, path=str(store), code="signature")
     return blob
 

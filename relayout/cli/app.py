@@ -73,13 +73,13 @@ Exit codes: 0 done, 1 verification found a difference, 2 bad input or usage,
 3 I/O failure, 130 interrupted, 143 terminated.""",
 )
 plans = typer.Typer(
-    help="List, print, make or check plans of which rank holds what.",
+    help="List, print, make or check plans: rules that assign slices to ranks.",
     callback=require_command,
     invoke_without_command=True,
 )
 cache = typer.Typer(
-    help="List what a cache keeps, add to it, or remove from it.\n\nA cache keeps conversions of plain checkpoints, and"
-    " files of remote ones.",
+    help="List the entries of a cache, add to it, or remove from it.\n\nA cache keeps conversions of plain checkpoints,"
+    " and files of remote ones.",
     callback=require_command,
     invoke_without_command=True,
 )
@@ -122,7 +122,8 @@ def _in_one_line(usage: str) -> str:
 
 _SAID = {
     r"^Invalid value for |Value error, ": "",
-    r"Input should be a valid integer.*|'.*' is not a valid int(eger)?": "expected a whole number, such as 8",
+    r"Input should be a valid integer.*": "expected a whole number, such as 8",
+    r"('.*') is not a valid int(eger)?": r"\1, expected a whole number, such as 8",
     r"^(Missing option '--tp'.*)": r"\1; `relayout inspect SRC` lists what a rank reads at each degree",
 }
 """Replacements for the wording of typer, and of pydantic if that is installed."""
@@ -222,7 +223,7 @@ def add_to_cache(
     folder: _FolderOption = None,
     ranks: RanksOption = None,
     limit: Annotated[
-        str | None, typer.Option(metavar="SIZE", help="The most bytes to keep. Default: RELAYOUT_CACHE_LIMIT.")
+        str | None, typer.Option(metavar="SIZE", help="Limit of the cache's size. Default: RELAYOUT_CACHE_LIMIT.")
     ] = None,
     expert_parallel: ExpertParallelOption = False,
     observe: Annotated[
@@ -269,13 +270,13 @@ def add_to_cache(
 
 @cache.command("remove", epilog=examples("cache remove 3f2a"))
 def remove_from_cache(
-    names: Annotated[list[str], typer.Argument(metavar="NAME", help="The name of an entry, or how it begins.")],
+    names: Annotated[list[str], typer.Argument(metavar="NAME", help="The name of an entry, or its beginning.")],
     folder: _FolderOption = None,
     quiet: QuietOption = False,
     verbose: VerboseOption = False,
     as_json: JsonOption = False,
 ) -> None:
-    """Remove entries, but for those that a process uses."""
+    """Remove entries, except those that a process uses."""
     with output(quiet, verbose, as_json) as out:
         from relayout.cli import render
         from relayout.commands import cache as caching
@@ -290,7 +291,7 @@ def clear_cache(
     verbose: VerboseOption = False,
     as_json: JsonOption = False,
 ) -> None:
-    """Remove all entries, but for those that a process uses."""
+    """Remove all entries, except those that a process uses."""
     with output(quiet, verbose, as_json) as out:
         from relayout.cli import render
         from relayout.commands import cache as caching

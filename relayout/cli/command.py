@@ -81,31 +81,32 @@ TrustRemoteCodeOption = Annotated[
 TrustOption = Annotated[
     str | None,
     typer.Option(
-        "--trust", metavar="FILE", help="Whose signatures count (TOML): all else is refused. Default: RELAYOUT_TRUST."
+        "--trust",
+        metavar="FILE",
+        help="Trust policy (TOML) that lists accepted signers. Unsigned data is rejected. Default: RELAYOUT_TRUST.",
     ),
 ]
 ForceOption = Annotated[
     bool,
     typer.Option(
-        "--force", help="Replace an older output that relayout wrote; discard an interrupted attempt at another."
+        "--force",
+        help="Replace an older output that relayout wrote; discard an interrupted attempt of another command.",
     ),
 ]
 IfMissingOption = Annotated[
     bool,
     typer.Option(
-        "--if-missing", help="If the output is there, complete, and the same, exit with 0. Another is still an error."
+        "--if-missing", help="Exit with 0 if an identical, complete output exists. A different one is still an error."
     ),
 ]
 ThreadsOption = Annotated[int, typer.Option(metavar="N", help="Threads that read, copy, hash and write.")]
 MemoryOption = Annotated[str, typer.Option(metavar="SIZE", help="Memory limit of these threads.")]
 ScratchOption = Annotated[
     str | None,
-    typer.Option(
-        metavar="DIR", help="Folder for files on their way to a bucket. Default: that of temporary files (TMPDIR)."
-    ),
+    typer.Option(metavar="DIR", help="Local folder for files before their upload to a bucket. Default: TMPDIR."),
 ]
 DegreeOption = Annotated[
-    int, typer.Option("--tp", "-tp", metavar="N", help="Number of tensor-parallel ranks; 1 cuts no tensor.")
+    int, typer.Option("--tp", "-tp", metavar="N", help="Number of tensor-parallel ranks; 1 keeps tensors whole.")
 ]
 RankOption = Annotated[
     int | None, typer.Option(metavar="R", help="Only this rank of a converted checkpoint. Default: all.")
@@ -116,7 +117,7 @@ RanksOption = Annotated[
 ExpertParallelOption = Annotated[
     bool,
     typer.Option(
-        "--expert-parallel", help="Assign whole experts to ranks, in contiguous blocks, instead of cutting them."
+        "--expert-parallel", help="Assign whole experts to ranks, in contiguous blocks, instead of slicing each expert."
     ),
 ]
 QuietOption = Annotated[bool, typer.Option("--quiet", "-q", help="Print nothing but errors.")]
@@ -253,7 +254,7 @@ def require_command(context: typer.Context) -> None:
 
 @contextmanager
 def errors(as_json: bool = False) -> Iterator[None]:
-    """Print an error as one line, or one JSON object, and exit with the code of its family."""
+    """Print an error and the next command as a line each, or one JSON object; exit with the code of its family."""
     try:
         yield
     except RelayoutError as error:
@@ -305,14 +306,19 @@ def _warnings(quiet: bool, as_json: bool) -> Iterator[None]:
 
 
 def _fail(message: str, code: int, error: BaseException, as_json: bool, label: str = "error: ") -> NoReturn:
+    from relayout.cli.advice import next_step
+
     notes = getattr(error, "__notes__", [])
+    following = next_step(error, sys.argv[1:])
     try:
         if as_json:
-            typer.echo(json.dumps(_error_event(message, code, error) | ({"notes": notes} if notes else {})), err=True)
+            event = _error_event(message, code, error) | {"next": following}
+            typer.echo(json.dumps(event | ({"notes": notes} if notes else {})), err=True)
         else:
             print_error(f"relayout: {label}{_one_line(message)}")
             for note in notes:
                 print_error(f"relayout: note: {_one_line(note)}")
+            print_error(f"relayout: next: {_one_line(following)}")
     except OSError:
         signals.abandon(sys.stderr)
     raise typer.Exit(code) from None

@@ -54,6 +54,7 @@ def inspect(
     Also shows tensors and ranks. Reads headers only.
     """
     with output(quiet, verbose, as_json) as out:
+        out.begin(f"reading the headers of {path}")
         from relayout.cli import render
 
         out.show(relayout.inspect(path, rank=rank, tp=tp), render.inspection)
@@ -131,13 +132,13 @@ def gitignore_pattern(name: str) -> str:
     epilog=examples(
         "files llama-3.1-8b-tp8 --ranks 0-3",
         "files llama-3.1-8b-tp8 --ranks 0-3 > names.txt",
-        "files oci://registry.example.com/llama:tp8 --ranks 0-3 --format csi",
+        "files oci://registry.example.com/llama:tp8 --format csi",
     ),
 )
 def files(
     path: ConvertedArgument,
     ranks: RanksOption = None,
-    null: Annotated[bool, typer.Option("--null", "-0", help="End each name with NUL instead of a line end.")] = False,
+    null: Annotated[bool, typer.Option("--null", "-0", help="End each name with NUL instead of a newline.")] = False,
     form: Annotated[
         FilesFormat,
         typer.Option(
@@ -152,12 +153,14 @@ def files(
 ) -> None:
     """Print the names of the files that ranks need.
 
-    For tools that copy files. relayout.json is the last. A name that begins with - has ./ in front, so that no tool
-    takes it for an option.
+    For tools that copy files. relayout.json is the last. A name that begins with - is printed with ./ before it, so
+    that tools do not read it as an option.
     """
     with output(quiet, verbose, as_json) as out:
         if null and form is FilesFormat.CSI:
-            raise PlanError("--null ends names, and --format csi prints patterns: give one of both", code="option")
+            raise PlanError(
+                "--null cannot be combined with --format csi, which prints patterns: omit --null", code="option"
+            )
         needed = relayout.files(path, ranks=ranks)
         names = (f"./{file.name}" if file.name.startswith("-") else file.name for file in needed.files)
         text = "".join(f"{name}{chr(0) if null else chr(10)}" for name in names)

@@ -56,7 +56,7 @@ def summary(done: Summary) -> Iterator[Block]:
     if done.resumed_nbytes:
         yield Line(f"{decimal(done.resumed_nbytes)} of it was done by an interrupted conversion")
     if done.num_ranks == 1:
-        yield Line("1 rank: no tensor is cut, stock loaders read the folder too")
+        yield Line("1 rank: all tensors are whole, stock loaders read the folder too")
     if done.verified:
         shards = len({one.name for one in done.verified})
         some = "" if shards == done.num_shards else f"{shards} of "
@@ -143,13 +143,13 @@ def warmed(done: Warmed) -> Iterator[Block]:
         (file.name, decimal(file.nbytes), *(_percent(n, file.nbytes) for n in (file.before_nbytes, file.after_nbytes)))
         for file in done.files
     ]
-    yield Table([Column("file", "name"), *of_numbers("size", "in cache before", "now")], rows, "files")
+    yield Table([Column("file", "name"), *of_numbers("bytes", "in cache before", "now")], rows, "files")
 
 
 def cache(listing: CacheListing) -> Iterator[Block]:
     """Yield the output of `cache`."""
     held = f"{counted(len(listing.entries), 'checkpoint')}, {decimal(listing.nbytes)}" if listing.entries else "empty"
-    yield Line(f"{listing.folder}: {held if listing.exists else 'there is no cache; relayout cache add makes one'}")
+    yield Line(f"{listing.folder}: {held if listing.exists else 'does not exist; relayout cache add creates it'}")
     for entry in listing.removed:
         yield Line(f"{entry.name[:_SHOWN_NAME]}: {entry.source or '-'}, {decimal(entry.nbytes)}", "removed", "yellow")
     for name in listing.in_use:
@@ -245,8 +245,8 @@ def verification(result: Verification, *, has_source: bool) -> Iterator[Block]:
     if result.ok:
         yield Line(text, "verified", "bold green")
         if result.signer is not None:
-            what = "all that is signed" if len(result.ranks) == result.num_ranks else f"what is signed of {who}"
-            yield Line(f"by {result.signer}: {what} is as it was", "signed", "bold green")
+            what = "all signed files" if len(result.ranks) == result.num_ranks else f"the signed files of {who}"
+            yield Line(f"by {result.signer}: {what} unchanged", "signed", "bold green")
         elif result.has_signature:
             yield Line("its signature was not checked: --trust POLICY does that", "note", "yellow")
     else:
@@ -376,7 +376,7 @@ def _gain(result: Inspection) -> Iterator[Block]:
     if refused:
         degrees = ", ".join(str(row.tp) for row in refused)
         first = f"; for {refused[0].tp}" if len(refused) > 1 else ""
-        yield Line(f"cannot be cut for {degrees} ranks{first}: {refused[0].reason}", "note", "yellow")
+        yield Line(f"cannot be divided among {degrees} ranks{first}: {refused[0].reason}", "note", "yellow")
 
 
 def _amplification(result: Inspection) -> Iterator[Sequence[str]]:
@@ -422,9 +422,7 @@ def diagnosis(result: Diagnosis) -> Iterator[Block]:
         what = f"Lustre has {counted(len(unstriped), 'large file')} in one stripe, read from one server"
         yield Line(f"{what}: lfs migrate -c 8 FILE stripes a file over 8", "note", "yellow")
     for threads, memory in sorted({(rank.threads, rank.memory) for rank in result.ranks}):
-        yield Line(
-            f"each rank uses at most {counted(threads, 'thread')} and {memory / 2**20:.0f} MiB of buffers", "budget"
-        )
+        yield Line(f"each rank uses at most {counted(threads, 'thread')} and {decimal(memory)} of buffers", "budget")
     rows = [
         (
             str(rank.rank),
@@ -446,7 +444,7 @@ def _file_system(file: FileFacts) -> str:
     system = file.filesystem
     drive = "" if system.drive_block_nbytes is None else f", drive blocks of {system.drive_block_nbytes}"
     if system.kind == (scheme_of(system.mount_point) or ""):
-        return f"{system.mount_point}, in ranges of at most {system.block_nbytes // 2**20} MiB"
+        return f"{system.mount_point}, in ranges of at most {decimal(system.block_nbytes)}"
     refused = file.refuses_direct
     works = "works" if refused is None else f"does not work ({refused}), reads use the page cache"
     return f"{system.kind} at {system.mount_point}, blocks of {system.block_nbytes} bytes{drive}; direct I/O {works}"

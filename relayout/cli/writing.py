@@ -41,14 +41,14 @@ _AlignOption = Annotated[
 ]
 _OutputOption = Annotated[
     str | None,
-    typer.Option("--output", "-o", metavar="OUT", help="Folder to write. Default: SRC-tpN beside the folder SRC."),
+    typer.Option("--output", "-o", metavar="OUT", help="Folder to write. Default: SRC-tpN next to SRC."),
 ]
 _UnmatchedOption = Annotated[
     Literal["error", "replicate"] | None,
     typer.Option(
         metavar="error|replicate",
         help="What to do with tensors that no rule of the plan matches. Default: error; with --plan transformers,"
-        " which lists only tensors that are cut: replicate a quarter of the bytes at most.",
+        " which lists only sliced tensors: replicate, at most a quarter of the bytes.",
     ),
 ]
 _PartSizeOption = Annotated[
@@ -189,7 +189,7 @@ def _is_there(output_folder: str, differences: list[str] | None, out: Printing, 
     if differences is None or (differences and force):
         return False
     if differences:
-        what = f"is not what this command makes: {and_others(differences)}; it stays as it is, --force replaces it"
+        what = f"is not what this command makes: {and_others(differences)}; it is unchanged; --force replaces it"
         raise PlanError(what, path=output_folder, code="exists")
     out.show(already_there(output_folder), render.already_there)
     return True
@@ -207,7 +207,7 @@ def restore(
         bool,
         typer.Option(
             "--force",
-            help="Replace DIR if it is a converted folder. A restored one bears no mark of relayout: delete it first.",
+            help="Replace DIR if it is a converted folder. An earlier restored folder cannot be recognized: delete it.",
         ),
     ] = False,
     quiet: QuietOption = False,
@@ -307,7 +307,7 @@ def delta(
 ) -> None:
     """Write what changed between two converted folders.
 
-    An element that did not change costs nearly nothing, wherever it is.
+    Unchanged elements take almost no space, wherever they are.
     """
     with output(quiet, verbose, as_json) as out:
         from relayout.cli import render
@@ -325,7 +325,8 @@ def delta(
 def apply(
     base: Annotated[str, typer.Argument(metavar="BASE", help="The folder that the first delta was made from.")],
     changes: Annotated[
-        list[str], typer.Argument(metavar="DELTA", help="What `relayout delta` wrote, in order: folders or URLs.")
+        list[str],
+        typer.Argument(metavar="DELTA", help="Deltas that `relayout delta` wrote, in order: folders or URLs."),
     ],
     output_folder: Annotated[str, typer.Option("--output", "-o", metavar="NEW", help="Folder to write, or its URL.")],
     threads: ThreadsOption = 8,
@@ -335,10 +336,10 @@ def apply(
     verbose: VerboseOption = False,
     as_json: JsonOption = False,
 ) -> None:
-    """Write the folder that deltas make of their base.
+    """Write the result of applying deltas to a base.
 
-    It is the same as the one that they were made from, byte for byte; every digest is compared. After an interruption
-    the same command resumes.
+    The output equals the folder that the last delta was made from, byte for byte; every digest is compared. After an
+    interruption the same command resumes.
     """
     with output(quiet, verbose, as_json) as out:
         from relayout.cli import render
@@ -361,7 +362,7 @@ def sign(
     key: Annotated[str, typer.Option(metavar="FILE", help="A private key: an elliptic curve, PEM.")],
     certificate: Annotated[str | None, typer.Option(metavar="FILE", help="The certificate of that key, PEM.")] = None,
     chain: Annotated[
-        list[str] | None, typer.Option(metavar="FILE", help="A certificate between that one and a root; repeatable.")
+        list[str] | None, typer.Option(metavar="FILE", help="An intermediate certificate; repeatable.")
     ] = None,
     threads: ThreadsOption = 8,
     quiet: QuietOption = False,
@@ -371,7 +372,7 @@ def sign(
     """Sign a converted folder.
 
     Reads every byte once, compares it, and writes model.sig, which `model_signing verify` accepts. Under a policy
-    (RELAYOUT_TRUST, --trust), whatever is later read of the folder is proven while it is read.
+    (RELAYOUT_TRUST, --trust), later readers verify each byte while they read it.
     """
     with output(quiet, verbose, as_json) as out:
         from relayout.cli import render

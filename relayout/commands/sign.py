@@ -143,7 +143,7 @@ def _sign_delta(store: Store, name: str, signer: Any, progress: Progress) -> Sig
         if other == SIGNATURE_NAME:
             continue
         if other not in known:
-            raise FormatError("has no proof in the result", path=store.location(NEW + other), code="mismatch")
+            raise FormatError("has no digest in the result", path=store.location(NEW + other), code="mismatch")
         read_small(store, NEW + other, known[other])
     signature = signed(signer, name, {MANIFEST_NAME: sha256(read_manifest_blob(store)).hexdigest()})
     publisher_of(store).add(SIGNATURE_NAME, signature)
@@ -177,7 +177,7 @@ def _check_older(store: Store) -> None:
             return
         is_signature = False
     if not is_signature:
-        raise PlanError("is there and is no signature: remove it", path=store.location(SIGNATURE_NAME), code="exists")
+        raise PlanError("exists and is not a signature; remove it", path=store.location(SIGNATURE_NAME), code="exists")
 
 
 def _expected(store: Store, manifest: Manifest, blob: bytes) -> dict[str, str | None]:
@@ -214,7 +214,7 @@ def _digest(store: Store, manifest: Manifest, name: str, expected: str | None) -
     if index is None:
         digest = sha256_hex(store.open(name, access=Access.BUFFERED), proof := new_proof())
         if expected not in (None, proof.hexdigest()):
-            raise FormatError("differs from what was written: damaged", path=where, code="digest")
+            raise FormatError("differs from the bytes that were written: damaged", path=where, code="digest")
     else:
         with store.open(name, manifest.files[index].nbytes, access=Access.BUFFERED) as opened:
             digest = sha256_hex(Proven(opened, proof_of(store, manifest, index, with_header=True), where))

@@ -150,11 +150,17 @@ def plan_conversion(
         4
     """
     parsed = PlanOptions(**options)
+    if parsed.expert_parallel and parsed.tp == 1:
+        what = "expert_parallel: one rank holds all experts: omit --expert-parallel, or set --tp 2 or more"
+        raise PlanError(what, path=str(source), code="option")
     store = find_input(source)
     target = find_store(default_output(source, parsed.tp) if output is None else output)
     checkpoint = read_source(store)
     if {file.name for file in checkpoint.files} == {ADAPTER_WEIGHTS}:
-        what = f"an adapter of PEFT ({ADAPTER_WEIGHTS}): engines load it as it is, beside the converted model"
+        what = (
+            f"a LoRA adapter of PEFT ({ADAPTER_WEIGHTS}), not a model: convert its base model; engines load the adapter"
+            " unchanged"
+        )
         raise PlanError(what, path=str(source), code="unsupported")
     if checkpoint.is_file and output is None:
         what = "a single file: name the folder to write with -o OUT, or convert the file's folder"
@@ -175,7 +181,7 @@ def default_output(source: str | os.PathLike[str], tp: int) -> str | Path:
     source = Path(source)
     named = source.resolve() if source.name in ("", "..") else source
     if not named.name:
-        what = "the root folder has no folder beside it: name the folder to write with -o OUT"
+        what = "the root folder has no parent folder for the output: name the folder to write with -o OUT"
         raise PlanError(what, path=str(source), code="option")
     repository = named.absolute().parent.parent.name
     if named.absolute().parent.name == "snapshots" and repository.startswith("models--"):

@@ -104,9 +104,9 @@ def path_text(path: str | os.PathLike[str], what: str = "path", expected: str = 
     """Return a path or URL as `str`.
 
     Raises:
-        PlanError: the value is neither text nor a path. The message contains `what` and `expected`.
+        PlanError: the value is empty, or neither text nor a path. The message contains `what` and `expected`.
     """
-    if not isinstance(path, str | os.PathLike):
+    if not isinstance(path, str | os.PathLike) or not os.fspath(path):
         expected = expected or "the path of a folder, or a URL as text"
         raise PlanError(f"{what}: {shown(path)}, expected {expected}", code="option")
     return os.fspath(path)
@@ -116,7 +116,7 @@ def folder_text(path: str | os.PathLike[str] | None, what: str) -> str | None:
     """Return the path of a folder as `str`, or None.
 
     Raises:
-        PlanError: the value is neither text nor a path. The message contains `what`.
+        PlanError: the value is empty, or neither text nor a path. The message contains `what`.
     """
     return None if path is None else path_text(path, what, "the path of a folder")
 

@@ -205,7 +205,7 @@ def check_same_model(had: Shapes | None, path: str, new: Shapes | None) -> None:
     if differing := [name for name in sorted({*had, *new}) if had.get(name) != new.get(name)]:
         what = (
             f"is not for the model that the engine has: {len(differing)} tensors have another shape, are missing, or"
-            " are there in addition"
+            " are unexpected"
         )
         raise PlanError(what, path=path, tensor=differing[0], code="mismatch")
 
@@ -219,7 +219,7 @@ def refuse_unproven(path: str | None, what: str) -> None:
     policy = policy_of(None)
     if policy is not None:
         instead = "serve a folder of `relayout convert` and `relayout sign`"
-        what = f"{what}: the policy {policy.path} (RELAYOUT_TRUST) wants all weights proven; {instead}"
+        what = f"{what}: the policy {policy.path} (RELAYOUT_TRUST) requires that all weights are verified; {instead}"
         raise PlanError(what, path=path, code="unsupported")
 
 
@@ -308,10 +308,8 @@ class EngineRank:
             PlanError: the folder has whole experts, and the engine cuts them.
         """
         if manifest.expert_parallel and not self.owns_experts:
-            what = (
-                f"was converted with --expert-parallel, and {self.name} cuts experts: launch it with expert parallelism"
-            )
-            raise PlanError(f"{what}, or convert without --expert-parallel", path=path, code="unsupported")
+            what = f"was converted with --expert-parallel, but {self.name} slices experts: launch it with expert"
+            raise PlanError(f"{what} parallelism, or convert without --expert-parallel", path=path, code="unsupported")
         is_same, has_whole = manifest.num_ranks == self.num_ranks, manifest.expert_parallel or manifest.num_ranks == 1
         faster = f"`relayout convert SRC --tp {self.num_ranks}"
         if not is_same:
@@ -319,7 +317,7 @@ class EngineRank:
             self.logger.warning(what, path, manifest.num_ranks, self.num_ranks, faster)
         if self.owns_experts and not has_whole:
             what = (
-                "relayout: %s has experts cut for %d ranks, and %s uses whole ones: they are put together from the"
+                "relayout: %s has experts sliced for %d ranks, but %s uses whole experts: they are read from the"
                 " files of all ranks; %s --expert-parallel` makes loads faster"
             )
             self.logger.warning(what, path, manifest.num_ranks, self.name, faster)

@@ -297,7 +297,7 @@ class LoadReport:
             f"relayout: rank {self.rank} of {self.num_ranks}: {self.nbytes / 1e9:.3f} GB in {self.seconds:.2f} s"
             f" ({rate / 1e9:.2f} GB/s), {self.num_tensors} tensors, backend {self.backend},"
             f" cache {self.cache}, {self.num_whole} whole tensors read ({self.whole_nbytes / 1e9:.3f} GB),"
-            f" at most {self.memory / 2**20:.0f} MiB beside the tensors{page_cache}{together}"
+            f" at most {self.memory / 2**20:.0f} MiB in addition to the tensors{page_cache}{together}"
             f", {describe_pages()}"
         )
 

@@ -140,7 +140,7 @@ def _known(model_config: Any) -> EngineModel:
     try:
         options = json.loads(text or "{}")
     except ValueError as error:
-        raise PlanError(f"{OPTIONS}: is no JSON: {error}", code="option") from error
+        raise PlanError(f"{OPTIONS}: not valid JSON: {error}", code="option") from error
     if not isinstance(options, dict):
         raise PlanError(f"{OPTIONS}: is {text}, expected a JSON object such as {{}}", code="option")
     parsed = EngineOptions.parse(options, OPTIONS)

@@ -214,7 +214,7 @@ def _tensor(full_name: str, name: str, entry: Any, stored: Mapping[Any, Mapping[
 def _box(starts: Sequence[int], sizes: tuple[int, ...], shape: Sequence[int], info: Mapping[str, Any]) -> SavedBox:
     file, offset, nbytes = info.get("relative_path"), info.get("offset"), info.get("length")
     if not isinstance(file, str) or type(offset) is not int or type(nbytes) is not int or min(offset, nbytes) < 0:
-        raise FormatError("what was written of it has no place in a file", code="field")
+        raise FormatError("its data has no location in a file", code="field")
     check_path(file)
     if info.get("transform_descriptors"):
         what = f"compressed by {shown(info['transform_descriptors'])}: save it without extensions"

@@ -525,5 +525,5 @@ def parse_index(blob: bytes, stored: DeltaFile, file: IndexedFile, chunk_nbytes:
     if int(offsets[-1]) + len(blob) != stored.nbytes:
         raise FormatError(f"pieces of {offsets[-1]} bytes, expected {stored.nbytes - len(blob)}", code="mismatch")
     if numbers[:1].tolist() == [0] and bytes(rows["content"][0]).hex() != file.header_digest:
-        raise FormatError("its header has another proof than in the manifest", code="digest")
+        raise FormatError("the digest of its header differs from the manifest", code="digest")
     return PieceIndex(numbers, offsets, rows["stored"], rows["content"])

@@ -219,7 +219,7 @@ def _parse_record(top: Fields, num_ranks: int) -> SourceRecord:
     known = {file.name for file in files}
     for one in record.verified:
         if one.name not in known:
-            raise FormatError(f"verified: {shown(one.name)} is no file of the source", code="field")
+            raise FormatError(f"verified: {shown(one.name)} is not a file of the source", code="field")
     _check_names([*(file.name for file in files), *(file.name for file in record.side_files), *index_names])
     _check_tensors(record)
     return record

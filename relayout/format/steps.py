@@ -259,7 +259,7 @@ def parse_steps(blob: bytes, where: str) -> StepsIndex:
     """Parse the index of a step repository."""
     top = Fields(parse_object(blob, where), where)
     if top.top.get("relayout") != "steps":
-        raise FormatError("is not the index of a root of steps", path=where, code="field")
+        raise FormatError("is not the index of a step repository", path=where, code="field")
     if (version := top.size("version")) != STEPS_VERSION or (required := top.column("requires", str)):
         wants = f"version {version}" if version != STEPS_VERSION else ", ".join(map(shown, required))
         raise FormatError(f"needs a newer relayout: {wants}", path=where, code="version")

@@ -187,7 +187,7 @@ def _check_new(store: Store, target: Path) -> None:
     if os.path.lexists(target):
         return
     if target.suffix == ".safetensors":
-        raise PlanError("a page is no safetensors file; choose another -o", path=target, code="option")
+        raise PlanError("a report cannot be a .safetensors file; choose another -o", path=target, code="option")
     if checkpoint is not None and target.parent.resolve().is_relative_to(checkpoint.resolve()):
         raise PlanError("is inside the checkpoint's folder; choose another -o", path=target, code="option")
 

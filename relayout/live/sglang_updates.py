@@ -439,7 +439,7 @@ def _chain_of(root: str, step: PublishedStep, have: str | None) -> list[str]:
     index = _index_of(root)
     chain = None if index is None else index.chain(have=have, step=step.content)
     if chain is None:
-        raise PlanError("its steps are gone", path=root, code="missing")
+        raise PlanError("its steps were deleted", path=root, code="missing")
     return [_real(root, name) for name in names_of_chain(chain)]
 
 

@@ -285,7 +285,7 @@ class LiveWeights:
         staged = self._stage_way(sources, before, memory, step, threads)
         device = torch.device(self._engine.device)
         if kind_of(device) == "cuda" and not staged.pin(device):
-            self._engine.logger.warning("relayout: what is staged cannot be pinned: the commit takes longer")
+            self._engine.logger.warning("relayout: staged bytes cannot be pinned: the commit takes longer")
         return staged
 
     def _stage_way(
@@ -393,7 +393,7 @@ class LiveWeights:
         """
         modules, there = self._modules(staged), set(model.modules())
         if not there.issuperset(modules or ()):
-            what = "the engine has put another module in the place of one that it was loaded with: start it again"
+            what = "the engine has replaced a module since it was loaded: restart it"
             raise PlanError(what, code="unsupported")
         again = self.recorded.slices_of(staged.modules)
         if again and staged.tensors is not None:
@@ -435,7 +435,7 @@ class LiveWeights:
         for one in staged:
             if one.base not in (None, has):
                 what = f"is for an engine with content {one.base}, which has {has or 'unknown content'} now"
-                raise PlanError(f"what was staged {what}: stage it again", code="mismatch")
+                raise PlanError(f"the staged update {what}: stage it again", code="mismatch")
             has = one.content.digest
 
     def commit(self, staged: Staged, reload: Reload) -> None:

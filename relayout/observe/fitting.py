@@ -208,7 +208,7 @@ class _Fitter:
         if not axes:
             return Rule(pattern, None), ""
         if len(axes) > 1:
-            return None, f"it is cut along dims {sorted(axes)}"
+            return None, f"it is sliced along dims {sorted(axes)}"
         [axis] = axes
         seen = [(tensor, degree) for tensor in tensors for degree in tensor.loaded]
         derived_from = [(tensor, degree) for tensor, degree in seen if degree not in self._held_out]
@@ -220,7 +220,7 @@ class _Fitter:
             if wrong:
                 return None, f"dim {axis} by {' + '.join(candidate.units)} does not hold at {min(wrong)} ranks"
             return replace(candidate, or_whole=_BESIDE.search(pattern) is not None), ""
-        return None, f"it is cut along dim {axis} in a way that no rule describes"
+        return None, f"no rule describes how it is sliced along dim {axis}"
 
     def _gives(self, rule: Rule, observed: _Observed, degree: int) -> bool:
         """Return True if the rule reproduces the observed slices of a tensor at this degree."""

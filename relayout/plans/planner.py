@@ -232,14 +232,14 @@ def _advice(checkpoint: PlannedCheckpoint, what: str) -> str:
         return f"a component of a diffusers pipeline ({component}), for which there are no plans: use --tp 1"
     if not checkpoint.config:
         return (
-            "config.json, which names the model type and its sizes, is missing or empty: it belongs beside the weights,"
-            " and a download of the weights alone lacks it (--tp 1 needs no plan)"
+            "config.json is missing or empty, expected one with model_type and the model's sizes: download it into this"
+            " folder, or use --tp 1, which needs no plan"
         )
     fitting = matching_plans(checkpoint)
     count = len(checkpoint.tensors)
     what_matches = "the only tensor" if count == 1 else f"all {count} tensors"
     known = [f"--plan {name} matches {what_matches}: check that the model is built so" for name in fitting[:1]]
-    others = [f"{', '.join(fitting[1:])} too, and cut otherwise"] if fitting[1:] else []
+    others = [f"{', '.join(fitting[1:])} match too, with other slices"] if fitting[1:] else []
     packages = "--plan vllm, --plan sglang or --plan transformers"
     ways = f"supply your own with --plan FILE, try {packages} where these are installed"
     found = [*known, *others, f"or {ways}"] if known else [f"no built-in plan matches all tensors: {ways}"]
@@ -370,7 +370,7 @@ class _CutKind:
     ) -> list[tuple[Range, ...]]:
         """Divide a dimension; a ragged cut keeps `block` values together, because they share a scale."""
         if dim >= len(shape):
-            raise PlanError(f"the dimension does not exist, but rule {self.rule.pattern!r} cuts it", code="no_rule")
+            raise PlanError(f"the dimension does not exist, but rule {self.rule.pattern!r} divides it", code="no_rule")
         rule = replace(self.rule, block=lcm(self.rule.block, block))
         if self.in_table is None:
             return divide(rule, shape[dim], sizes, num_ranks)
@@ -477,7 +477,7 @@ def _apply(kinds: Mapping[_CutKind, str], sizes: Sizes, num_ranks: int, scheme: 
         for other in (kind, *kinds):  # First the kind that failed: it leaves few degrees to try with the other kinds.
             degrees = [degree for degree in degrees if degree == 1 or other.can_be_cut(sizes, degree, scheme)]
         ranks = "rank" if len(degrees) == 1 else "ranks"
-        error.amend(what=f"{error.what} (this checkpoint can be cut for {', '.join(map(str, degrees))} {ranks})")
+        error.amend(what=f"{error.what} (this checkpoint can be divided among {', '.join(map(str, degrees))} {ranks})")
         raise
     return cuts
 

@@ -263,8 +263,8 @@ def find_scheme(config: Mapping[str, Any]) -> Scheme:
 def _refusal(method: str, why: str) -> PlanError:
     is_observed = not method.startswith(_OWN_LOADERS)
     way = "try --plan vllm or --plan sglang, if the engine loads this form, or " if is_observed else ""
-    what = f"weights are quantized by {method}, which no rule can cut: {why}; {way}use --tp 1, which cuts nothing"
-    return PlanError(what, code="unsupported")
+    what = f"weights are quantized by {method}, which no rule can divide: {why}"
+    return PlanError(f"{what}; {way}use --tp 1, which keeps tensors whole", code="unsupported")
 
 
 _PLAIN = ("weight",)

@@ -204,7 +204,7 @@ def _check_may_take_over(prefix: Prefix, earlier: Claim, work: Work, *, force: b
     if force and work.weights:
         return
     num_there = len(set(earlier.names) & prefix.objects().keys())
-    what = f"is claimed by {earlier.what}, of which {num_there} files are there"
+    what = f"is claimed by {earlier.what}, {num_there} files of it exist"
     if work.weights:
         advice = "the command that began that resumes it; --force takes over"
     else:

@@ -329,7 +329,7 @@ def open_left(parent: OpenFolder, output: Path, user: int) -> OpenFolder | None:
         return None
     check_owner_is(path, status, user)
     if not stat.S_ISDIR(status.st_mode):
-        raise PlanError("exists and is not relayout's folder; remove it", path=path, code="exists")
+        raise PlanError("exists and is not a folder of relayout; remove it", path=path, code="exists")
     place = parent.subfolder(path.name)
     try:
         check_owner_is(path, os.fstat(place.fd), user)

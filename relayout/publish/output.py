@@ -48,7 +48,7 @@ def left_of(path: Path) -> str:
     old, partial = older_folder(path), partial_folder(path)
     if old.is_dir():
         return f"; an interrupted replacement left the older folder at {old}: rename it back"
-    found = f"; {partial.name} beside it says that it is being made, or that this was interrupted"
+    found = f"; {partial.name} next to it belongs to a command that is writing it, or was interrupted"
     return found if partial.exists() else ""
 
 
@@ -93,17 +93,17 @@ class Replaceable:
             return frozenset()
         if self.marker not in there:
             what = (
-                f"is not empty: holds {first_of(there)}, and no {self.marker}, so nothing proves that relayout wrote"
-                " it; choose another output"
+                f"is not empty: holds {first_of(there)}, and no {self.marker}: not an output of relayout; choose"
+                " another output"
             )
             raise PlanError(what, path=str(store), code="exists")
         try:
             if not force:
-                what = f"already holds {self.describe(store)}; it stays as it is, --force replaces it"
+                what = f"already holds {self.describe(store)}; it is unchanged; --force replaces it"
                 raise PlanError(what, path=str(store), code="exists")
             named = self.names(store)
         except FormatError as error:
-            what = f"is not empty; nothing proves that relayout wrote it, so choose another output: {error}"
+            what = f"is not empty; not an output of relayout, so choose another output: {error}"
             raise PlanError(what, path=str(store), code="exists") from None
         if foreign := sorted(set(there) - named):
             what = f"holds files that relayout did not write, so --force does not replace it: {first_of(foreign)}"
@@ -225,8 +225,9 @@ def check_space(folder: Path, output: Path, nbytes: int, advice: str = "") -> No
     status = os.statvfs(folder)
     free = status.f_bavail * status.f_frsize
     if free < nbytes:
-        missing = -(-(nbytes - free) // 10**6) / 1000
-        what = f"needs {nbytes / 1e9:.3f} GB, {free / 1e9:.3f} GB are free there ({missing:.3f} GB too few){advice}"
+        from rich.filesize import decimal  # Only for errors.
+
+        what = f"needs {decimal(nbytes)}, {decimal(free)} are free there ({decimal(nbytes - free)} too few){advice}"
         raise PlanError(what, path=output, code="space")
 
 

@@ -38,15 +38,16 @@ GROUP = ""
 def steps(
     root: Annotated[str, typer.Argument(metavar="ROOT", help="Where a trainer publishes its steps, or its URL.")],
     check: Annotated[
-        bool, typer.Option("--check", help="Prove that a folder or deltas lead to each step; exit with 1 if not.")
+        bool,
+        typer.Option("--check", help="Check that each step can be read from a folder and deltas; exit with 1 if not."),
     ] = False,
-    prune: Annotated[bool, typer.Option("--prune", help="Delete what no step needs any more.")] = False,
+    prune: Annotated[bool, typer.Option("--prune", help="Delete folders and deltas that no step needs.")] = False,
     grace: Annotated[
         int | None,
         typer.Option(
             "--grace",
             metavar="SECONDS",
-            help="Keep what was needed until so long ago: readers may read it. Default: what the publisher promised.",
+            help="Keep retired steps for this many seconds, for readers of an older index. Default: as published.",
         ),
     ] = None,
     quiet: QuietOption = False,

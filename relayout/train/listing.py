@@ -201,7 +201,7 @@ def _record_of(delta: Delta, before: _Known) -> SourceRecord:
             where = delta.store.location(NEW + one.name)
             _check_digest(one.name, side.get(one.name, "none"), one.digest, where)
     if unknown := others - names_of(delta.new, record) - {SIGNATURE_NAME}:
-        what = f"has {min(unknown)}, which is no file of the result"
+        what = f"has {min(unknown)}, which is not a file of the result"
         raise FormatError(what, path=str(delta.store), code="mismatch")
     return record
 

@@ -161,7 +161,7 @@ def files_of(config: Mapping[str, Any] | str | os.PathLike[str]) -> dict[str, by
         try:
             return {CONFIG_NAME: (json.dumps(config, indent=2, sort_keys=True) + "\n").encode()}
         except (TypeError, ValueError) as error:
-            raise PlanError(f"config is no content of a JSON file: {error}", code="option") from error
+            raise PlanError(f"config cannot be written as JSON: {error}", code="option") from error
     folder = find_input(config)
     check_exists(folder)
     if folder.kind() is Kind.FILE:
@@ -175,7 +175,7 @@ def _small(folder: Store, name: str) -> bytes | None:
     with folder.open(name) as file:
         if file.nbytes <= MAX_TABLE_NBYTES:
             return read_whole(file, folder.location(name), MAX_TABLE_NBYTES)
-        what = f"{file.nbytes:,} bytes, limit {MAX_TABLE_NBYTES:,} for a file that is saved beside the weights"
+        what = f"{file.nbytes:,} bytes, limit {MAX_TABLE_NBYTES:,} for a file that is saved with the weights"
         warn(f"{folder.location(name)}: {what}: it is left out")
         return None
 

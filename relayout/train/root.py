@@ -60,7 +60,7 @@ class Root:
         path = store.path("")
         if path is not None:
             if store.kind() in (Kind.FILE, Kind.OTHER):
-                raise PlanError("is no folder: a root of steps is one", path=self.location, code="exists")
+                raise PlanError("is not a folder, expected a step repository", path=self.location, code="exists")
             path.mkdir(exist_ok=True)
         if store.stat(STEPS_NAME) is None:
             for name in (CONFIG_NAME, MANIFEST_NAME, HUB_INDEX_NAME, SINGLE_NAME):

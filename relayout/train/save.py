@@ -508,7 +508,7 @@ def _check_whole(held: Mapping[str, HeldTensor], union: Sequence[TensorHead], gr
     """Check that this member gives a whole model, with every tensor of the group."""
     lacking = next((head.name for head in union if head.name not in held), None)
     if lacking is not None:
-        what = f"member {group.index} has a model without it: a pipeline stage is no whole model"
+        what = f"member {group.index} has a model without it: pass the tensors of a pipeline stage to relayout.save"
         raise PlanError(
             f"{what}; give its tensors, by their names in the checkpoint, to `relayout.save`",
             tensor=lacking,

@@ -371,7 +371,7 @@ def test_an_entrythat_is_damaged_is_made_again(
             assert conversions.find_conversion(source, TP, Cache(cache)) is None
             assert not list(entry.rglob("*.safetensors"))
         [said] = caplog.messages
-        assert "made again in the cache" in said
+        assert "rebuilt in the cache" in said
 
 
 def test_an_entry_in_use_stays_though_it_is_damaged_and_the_source_is_read(model: Path, cache: Path) -> None:

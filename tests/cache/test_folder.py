@@ -421,13 +421,13 @@ def test_an_entryis_put_aside_when_no_process_uses_it_and_only_once(
     other.close()
     cache._put_aside(second, "is torn")
     assert not entry.exists()
-    assert caplog.text.count("is torn: made again in the cache") == 1
+    assert caplog.text.count("is torn: rebuilt in the cache") == 1
     with cache.hold(OLD) as old:
         entry.rename(tmp_path / "elsewhere")
         fill(cache, OLD, 2000)
         cache._put_aside(old, "is torn")
         assert (entry / "sub" / "weights").exists(), "another process has made it again meanwhile"
-    assert caplog.text.count("is torn: made again in the cache") == 1
+    assert caplog.text.count("is torn: rebuilt in the cache") == 1
 
 
 def test_an_entry_in_which_something_is_wrong_is_made_again(tmp_path: Path) -> None:
@@ -448,7 +448,7 @@ def test_an_entry_in_which_something_is_wrong_is_made_again(tmp_path: Path) -> N
     cache.hold(OTHER).doubt()
     with cache.hold(OTHER) as held:
         assert not (held.folder / "sub").exists()
-    with pytest.raises(PlanError, match="is torn, though it was made again"):
+    with pytest.raises(PlanError, match="is torn, although it was rebuilt"):
         cache.hold(NEW, never_right)
 
 

@@ -353,7 +353,7 @@ def test_a_file_of_slices_is_no_checkpoint(converted: Path, tmp_path: Path) -> N
             with pytest.raises(PlanError, match=f"{RANK_FILE}: has slices of tensors, as its name says: give the"):
                 call(file)
     for call in (relayout.load, relayout.inspect, relayout.verify, relayout.safe_open):
-        with pytest.raises(FormatError, match=r"is missing beside rank files: copy all .*; if these are vLLM's"):
+        with pytest.raises(FormatError, match=r"is missing next to rank files: copy .*; for vLLM's"):
             call(tmp_path / "sharded")
     assert not (tmp_path / "new").exists()
 

@@ -72,8 +72,8 @@ def test_verify_says_whose_signature_was_proven_and_that_one_was_not(
         said.append((found.signer, found.has_signature, lines[1:]))
     signer = f"public_key {keys.public}"
     assert said == [
-        (signer, True, [f"by {signer}: all that is signed is as it was"]),
-        (signer, True, [f"by {signer}: what is signed of rank 1 of {NUM_RANKS} is as it was"]),
+        (signer, True, [f"by {signer}: all signed files unchanged"]),
+        (signer, True, [f"by {signer}: the signed files of rank 1 of {NUM_RANKS} unchanged"]),
         (None, True, ["its signature was not checked: --trust POLICY does that"]),
         (None, False, []),
     ]
@@ -526,7 +526,7 @@ def test_a_copy_of_all_ranks_keeps_its_signature_and_is_replaced_with_it(
     (tmp_path / "copied" / "model.sig").write_text("notes of mine")
     with pytest.raises(PlanError, match=r"holds files that relayout did not write.*model\.sig"):
         relayout.copy(signed, tmp_path / "copied", force=True)
-    with pytest.raises(PlanError, match=r"model\.sig: is there and is no signature"):
+    with pytest.raises(PlanError, match=r"model\.sig: exists and is not a signature"):
         relayout.sign(tmp_path / "copied", key=keys.key)
     assert (tmp_path / "copied" / "model.sig").read_text() == "notes of mine"
     relayout.copy(signed, tmp_path / "one", ranks=[0], trust=keys.policy)

@@ -64,9 +64,16 @@ def put(path: Path, text: str) -> None:
         ("report model", r"model: not converted: set --tp N, the number of ranks"),
         ("doctor modle --rank 2", r"modle: no such file or folder; did you mean 'model'\?"),
         ("doctor model --rank 2", r"model: not converted, so it has no rank 2: set --tp N"),
-        ("convert / --tp 2", r" /: the root folder has no folder beside it: name the folder to write with -o"),
+        (
+            "convert / --tp 2",
+            r" /: the root folder has no parent folder for the output: name the folder to write with -o",
+        ),
         ("convert model --tp 0", r"tp: 0, expected 1 to"),
         ("doctor model --tp 0", r"tp: 0, expected 1 or more"),
+        (
+            "convert model --tp 1 --expert-parallel",
+            r"model: expert_parallel: one rank holds all experts: omit --expert",
+        ),
         ("convert model --align 3000 --tp 1", r"align: 3000 bytes, expected a power of two"),
         (f"convert model --tp 1 --memory {'9' * 5000}", r"is too large, expected at most 9223372036854775807 bytes"),
         ("convert model --max-part-size 0 --tp 1", r"part size of 0 bytes"),
@@ -95,10 +102,10 @@ def test_of_a_copy_that_is_incomplete_each_command_says_so(here: Run, work: Path
     for command in ("inspect copied", "verify copied", "convert copied --tp 2 -o out"):
         result = here(*command.split(), cwd=work)
         assert result.returncode == 2
-        assert "copied/relayout.json: is missing beside rank files: copy all of the converted" in result.stderr
+        assert "copied/relayout.json: is missing next to rank files: copy the complete converted" in result.stderr
     (work / ".later.relayout-partial").mkdir()
     later = here("verify", "later", cwd=work)
-    assert ".later.relayout-partial beside it says that it is being made" in later.stderr
+    assert ".later.relayout-partial next to it belongs to a command that is writing it" in later.stderr
 
 
 # What is wrong with checkpoints, plans and outputs, the tests of each tell: here is how it is said.
@@ -113,7 +120,7 @@ def test_of_a_copy_that_is_incomplete_each_command_says_so(here: Run, work: Path
         (
             lambda work: put(work / "out" / "precious", "mine"),
             "convert model --tp 1 -o out",
-            r"out: is not empty: holds 'precious', and no relayout\.json, .* wrote it; choose another output",
+            r"out: is not empty: holds 'precious', and no relayout\.json: not an output of .*; choose another output",
         ),
         (
             lambda work: put(work / "pickled" / "pytorch_model.bin", "pickle"),
@@ -227,7 +234,8 @@ def test_an_output_that_cannot_be_written_is_an_io_failure(converted: Path, tmp_
         command = [*RELAYOUT, *args.split()]
         done = subprocess.run(command, cwd=place, env=ENVIRONMENT, stdout=full, stderr=subprocess.PIPE, text=True)
     assert done.returncode == 3
-    said = json.loads(done.stderr)["message"] if "--json" in args else done.stderr.removeprefix("relayout: error: ")
+    lines = done.stderr.removeprefix("relayout: error: ").splitlines()
+    said = json.loads(done.stderr)["message"] if "--json" in args else lines[0]
     assert said.strip().removeprefix("standard output: ") == "No space left on device"
     assert (place / "again" / "relayout.json").exists() == ("again" in args), "what it tells of is done"
 
@@ -339,6 +347,7 @@ def test_with_json_an_error_is_one_object_on_stderr(here: Run, work: Path) -> No
     event = json.loads(done.stderr)
     assert event["message"].startswith("nothing: no such file or folder")
     del event["message"]
+    assert event.pop("next").startswith("ls -la ")
     assert event == {
         "event": "error",
         "exit_code": 2,

@@ -57,12 +57,12 @@ def test_inspect_speaks_json(here: Run, converted: Path, args: str, expected: di
         ),
         (
             "model",
-            r"\nnote cannot be cut for 8, 16 ranks; for 8: tensor '\S+': dim 1 .* multiple of 8 \(.* 1, 2, 4 ranks\)\n",
+            r"\nnote cannot be divided among 8, 16 ranks; for 8: tensor '\S+': dim 1 .* multiple of 8 \(.* 4 ranks\)\n",
         ),
         ("model --tp 2", r"\na rank of 2 would read \S+ kB to get (\S+) kB; after convert --tp 2: \1 kB in one read"),
         (
             "model --tp 3",
-            r"\nnote cannot be cut for 3 ranks: tensor .* \(this checkpoint can be cut for 1, 2, 4 ranks\)\n",
+            r"\nnote cannot be divided among 3 ranks: tensor .* \(this checkpoint .* among 1, 2, 4 ranks\)\n",
         ),
     ],
 )
@@ -211,4 +211,4 @@ def test_a_pattern_matches_its_own_name_alone(name: str, tmp_path: Path) -> None
 
 
 def test_patterns_and_nul_are_not_for_each_other(here: Run, work: Path) -> None:
-    assert_refused(here, work, ["files", "out", "--null", "--format", "csi"], "give one of both")
+    assert_refused(here, work, ["files", "out", "--null", "--format", "csi"], "--null cannot be combined")

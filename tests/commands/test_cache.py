@@ -111,7 +111,7 @@ def test_a_cache_that_no_start_has_made_yet_is_said_not_to_exist(
     (tmp_path / "of another").mkdir()
     for command in ("list", "clear"):
         done = CliRunner().invoke(app, ["cache", command, "--folder", str(tmp_path / name)])
-        says = f"{tmp_path / name}: there is no cache; relayout cache add makes one\n"
+        says = f"{tmp_path / name}: does not exist; relayout cache add creates it\n"
         assert (done.exit_code, done.stdout) == (0, says)
     listing = cache(tmp_path / name)
     assert (listing.exists, listing.entries, listing.nbytes) == (False, (), 0)

@@ -426,7 +426,7 @@ def test_a_drive_that_fills_is_told_and_the_copy_goes_on(source: Path, shim: Pat
 
 def test_a_drive_without_room_is_told_before_anything_is_written(source: Path, tmp_path: Path) -> None:
     with mounted_tmpfs(tmp_path / "small", "4m") as small:
-        with pytest.raises(PlanError, match=r"out: needs 0\.0[0-9]+ GB, 0\.004 GB are free there"):
+        with pytest.raises(PlanError, match=r"out: needs [\d.]+ MB, [\d.]+ MB are free there"):
             relayout.copy(source / "ranks", small / "out", ranks="1-2")
         assert list(small.iterdir()) == []
         relayout.copy(source / "ranks", small / "out", ranks="1")

@@ -247,7 +247,7 @@ def test_an_adapter_is_left_to_the_engine(tp: int, tmp_path: Path) -> None:
     name = "base_model.model.model.layers.0.self_attn.q_proj.lora_A.weight"
     save_file({name: np.arange(32, dtype=np.float32).reshape(4, 8)}, source / "adapter_model.safetensors")
     (source / "adapter_config.json").write_text('{"peft_type": "LORA", "r": 4}')
-    with pytest.raises(PlanError, match=r"adapter: an adapter of PEFT .*: engines load it as it is") as caught:
+    with pytest.raises(PlanError, match=r"adapter: a LoRA adapter of PEFT .*: convert its base") as caught:
         relayout.convert(source, tp=tp)
     assert caught.value.code == "unsupported"
     assert [path.name for path in tmp_path.iterdir()] == ["adapter"]

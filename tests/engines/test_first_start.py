@@ -354,7 +354,7 @@ def test_an_entry_that_is_damaged_is_loaded_by_the_engine_and_made_again_behind_
     os.truncate(next(cache.rglob("model-rank-1-*.safetensors")), 100)
     caplog.clear()
     start(engine, model, model)
-    assert said(caplog, "made again in the cache") == 1
+    assert said(caplog, "rebuilt in the cache") == 1
     wait_until(lambda: "is in the cache" in caplog.text)
     caplog.clear()
     start(engine, model, model)
@@ -380,7 +380,7 @@ def test_an_entry_whose_damage_is_found_while_it_is_loaded_is_made_again_by_the_
     load(1)
     assert said(caplog, "cannot load from the cache") == 1
     load(1)
-    assert said(caplog, "made again in the cache") == 1
+    assert said(caplog, "rebuilt in the cache") == 1
     wait_until(lambda: "is in the cache" in caplog.text)
     caplog.clear()
     load(1)

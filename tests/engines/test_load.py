@@ -60,7 +60,7 @@ def test_experts_that_are_owned_are_given_to_their_owner(
     folders: Path, engine: AnyEngine, caplog: pytest.LogCaptureFixture
 ) -> None:
     whole = stock_tensors(folders / "moe")
-    refused = rf"moe-ep2: was converted with --expert-parallel, and {engine.name} cuts experts: launch it with expert"
+    refused = rf"moe-ep2: was converted with --expert-parallel, but {engine.name} slices experts: launch it with expert"
     with pytest.raises(PlanError, match=refused):
         engine.load(folders / "moe-ep2", Model(whole, 0, 2))
     engine.own_experts()
@@ -80,7 +80,7 @@ def test_experts_that_are_cut_are_read_whole_where_the_engine_owns_them(
     model = Model(whole, 1, 2, experts=range(4, 8))
     engine.load(folders / "moe-tp2", model, strict=True)
     model.assert_holds_what_it_cuts_of(whole)
-    assert "has experts cut for 2 ranks" in caplog.text
+    assert "has experts sliced for 2 ranks" in caplog.text
     assert "relayout convert SRC --tp 2 --expert-parallel" in caplog.text
 
 
@@ -129,7 +129,7 @@ def test_a_damaged_byte_is_found_by_verify_and_a_missing_file_always(
     with pytest.raises(FormatError, match="bytes long, expected"):
         engine.load(folder, Model(whole, 1, 2))
     (folder / "relayout.json").unlink()
-    with pytest.raises(FormatError, match=r"relayout\.json: is missing beside rank files"):
+    with pytest.raises(FormatError, match=r"relayout\.json: is missing next to rank files"):
         engine.load(folder, Model(whole, 1, 2))
 
 

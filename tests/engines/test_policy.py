@@ -132,7 +132,7 @@ def test_without_a_policy_the_engine_loads_what_is_plain(states: Path, monkeypat
     assert not WeightsPlace(str(states / "plain"), is_asked_for=False).is_ours
     assert not WeightsPlace(f"hf://{HUB}", is_asked_for=False).is_ours
     assert not WeightsPlace(str(states / "nothing"), is_asked_for=False).is_ours
-    with pytest.raises(FormatError, match=r"relayout\.json: is missing beside rank files"):
+    with pytest.raises(FormatError, match=r"relayout\.json: is missing next to rank files"):
         _ = WeightsPlace(str(states / "without relayout.json"), is_asked_for=False).is_ours
 
 

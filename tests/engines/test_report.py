@@ -91,7 +91,7 @@ def test_a_load_says_what_memory_it_was_allowed_and_what_it_left_in_the_page_cac
     assert report.page_cache_nbytes is not None
     assert 0.9 * nbytes * keeps <= report.page_cache_nbytes <= nbytes * keeps
     gained = report.page_cache_nbytes / 1e9
-    assert f"at most {allowed // 2**20} MiB beside the tensors, page cache {gained:+.3f} GB" in str(report)
+    assert f"at most {allowed // 2**20} MiB in addition to the tensors, page cache {gained:+.3f} GB" in str(report)
 
 
 def test_a_load_does_not_fail_for_its_counters() -> None:

@@ -191,7 +191,11 @@ def test_some_names(tp: int, conversions: Conversions) -> None:
     ("rank", "tp", "message"),
     [
         (2, 2, r"llama-tp4: rank 2, expected 0 to 1 \(tensor-parallel degree 2\)"),
-        (0, 3, r"dim 1 of \[128, 256\]: 256 elements, not a multiple of 3 \(.* can be cut for 1, 2, 4, 8 ranks\)$"),
+        (
+            0,
+            3,
+            r"dim 1 of \[128, 256\]: 256 elements, not a multiple of 3 \(.* among 1, 2, 4, 8 ranks\)$",
+        ),
         (0, 2000, r"llama-tp4: tp: 2000, expected 1 to 1024$"),
     ],
 )

@@ -136,8 +136,8 @@ def test_what_a_load_would_do_is_told(server: Server, converted: Path) -> None:
     assert found.nbytes == relayout.explain(converted, 1).nbytes
     assert {file.filesystem.kind for file in found.files} == {"s3"}
     assert found.reason.partition("; memory: ")[0] == (
-        "threads request ranges of the files, which go straight into memory; here s3 brings them by at most 16 MiB"
-        " each, 16 at a time, up to 32 where that reads faster"
+        "threads request ranges of the files, which go straight into memory; here s3 reads them in requests of at most"
+        " 16.8 MB each, 16 at a time, up to 32 where that reads faster"
     )
     assert server.sent_nbytes < found.nbytes
 

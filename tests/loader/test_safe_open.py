@@ -302,7 +302,7 @@ def test_columns_of_numbers_of_4_bits_of_which_torch_has_two_in_one_are_refused(
 ) -> None:
     for index in (np.s_[:, 2:6], np.s_[:, 4:], np.s_[3, 8:12], np.s_[..., :4], np.s_[:, 1], np.s_[:, ::2], np.s_[None]):
         with pytest.raises(
-            PlanError, match=r"_proj\.weight': torch stores F4 in pairs, which cannot be cut along the last dim"
+            PlanError, match=r"_proj\.weight': torch stores F4 in pairs, which cannot be sliced along the last dim"
         ):
             packed[0][index]
 

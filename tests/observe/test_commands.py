@@ -25,7 +25,7 @@ def test_the_command_tells_what_it_wrote_and_for_which_tensors_there_is_no_rule(
     assert num_rules > 3
     assert done.stdout.splitlines() == [
         f"wrote {file}: {num_rules} rules, observed from vLLM 0.0.fake OddForCausalLM at 2, 4 ranks",
-        "no rule odd.weight: it is cut along dim 0 in a way that no rule describes",
+        "no rule odd.weight: no rule describes how it is sliced along dim 0",
     ]
     again = CliRunner().invoke(app, [*words, "--json"])
     assert (again.exit_code, again.stdout, json.loads(again.stderr)["code"]) == (2, "", "exists")

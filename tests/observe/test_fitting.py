@@ -84,7 +84,7 @@ def test_what_no_rule_gives_is_held_whole_and_listed() -> None:
     checkpoint = checkpoint_of({"w": (8, 4), "v": (8, 4)}, {2: [list(odd), [WHOLE, WHOLE]]})
     fitted = fitted_to(checkpoint)
     assert list(fitted.unmatched) == ["w"]
-    assert "w: it is cut along dims [0, 1]" in fitted.as_toml("observed")
+    assert "w: it is sliced along dims [0, 1]" in fitted.as_toml("observed")
     assert more_than(fitted, checkpoint) == ["w"]
 
 

@@ -51,7 +51,7 @@ def test_rules_are_written_by_which_an_array_of_processes_converts_without_vllm(
     tensors = write_source(tmp_path / "model", num_unused=8)
     written = observe_plan("model", "plan.toml")
     assert (written.degrees, written.held_out) == ((2, 4), (4,))
-    assert written.unmatched == ("odd.weight: it is cut along dim 0 in a way that no rule describes",)
+    assert written.unmatched == ("odd.weight: no rule describes how it is sliced along dim 0",)
     plan = tomllib.loads(Path("plan.toml").read_text())
     assert plan["cut"]["out.weight"] == {"dim": 1, "by": "even"}
     assert plan["cut"]["embed.weight"] == plan["cut"]["odd.weight"] == "whole"

@@ -126,7 +126,8 @@ def test_each_degree_is_accepted_and_cut_as_engines_do_or_refused_as_they_do(nam
         plan_for(source, refused)
     message = str(caught.value)
     parts = re.search(
-        r"tensor '([^']+)': dim (\d) of (\[[\d, ]+\])(.*) \(this checkpoint can be cut for ([\d, ]+) ranks?\)$", message
+        r"tensor '([^']+)': dim (\d) of (\[[\d, ]+\])(.*) \(this checkpoint can be divided among ([\d, ]+) ranks?\)$",
+        message,
     )
     assert parts, message
     [shape] = [entry.shape for entry in entries if entry.name == parts[1]]

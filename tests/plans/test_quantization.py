@@ -157,7 +157,7 @@ def test_the_scheme_is_that_of_the_method(config: dict[str, Any], name: str) -> 
 )  # fmt: skip
 def test_what_cannot_be_cut_is_refused_with_the_reason(config: dict[str, Any], message: str) -> None:
     with pytest.raises(
-        PlanError, match=f"^weights are quantized by {message}.*use --tp 1, which cuts nothing$"
+        PlanError, match=f"^weights are quantized by {message}.*use --tp 1, which keeps tensors whole$"
     ) as caught:
         find_scheme(config)
     # vLLM has loaders of its own for some, which are not observed.

@@ -169,7 +169,7 @@ def test_each_degree_that_cuts_no_block_group_or_word_is_accepted_and_a_refusal_
         plan_for(source, refused)
     parts = re.search(
         r"tensor '(?P<name>[^']+)': dim (?P<axis>[01]) of (?P<kind>a quantized weight )?(?P<shape>\[[\d, ]+\]).*"
-        r" \(this checkpoint can be cut for (?P<degrees>[\d, ]+) ranks?\)$",
+        r" \(this checkpoint can be divided among (?P<degrees>[\d, ]+) ranks?\)$",
         str(caught.value),
     )
     assert parts, caught.value

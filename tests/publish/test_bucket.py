@@ -263,7 +263,7 @@ def test_scratch_that_is_too_small_is_named_before_anything_is_sent(
         return os.statvfs_result((*found[:4], 1, *found[5:]))
 
     monkeypatch.setattr(os, "statvfs", full)
-    says = r"small: needs 0\.\d+ GB, 0\.000 GB are free there .* to a bucket: .*--scratch.*--max-part-size"
+    says = r"small: needs [\d.]+ \w+, [\d.]+ \w+ are free there .* to a bucket: .*--scratch.*--max-part-size"
     with pytest.raises(PlanError, match=says):
         convert(scratch=tmp_path / "small")
     assert [name for name in there(server) if not name.startswith(".")] == []

@@ -188,7 +188,7 @@ def test_a_pod_whose_copy_is_damaged_does_not_serve_and_its_log_names_the_file(c
     (copy / "relayout.json").rename(copy / "kept.json")  # Nothing proves what the folder is: it stays.
     assert run(cluster, again).returncode == 0
     says = "until kubectl logs deployment/llama-canary -c copy | grep '{}'; do sleep 0.2; done"
-    assert run(cluster, says.format("nothing proves that relayout wrote it")).returncode == 0
+    assert run(cluster, says.format("not an output of relayout")).returncode == 0
     (copy / "kept.json").rename(copy / "relayout.json")
     (copy / "notes").touch()
     file.write_bytes(whole[:-100])

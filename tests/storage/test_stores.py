@@ -383,7 +383,7 @@ STRANGERS = {
     "a file": ("notes", "out: holds files that relayout did not write, so --force does not replace it: 'notes'"),
     "a hidden file": (".notes", "did not write, .*'.notes'"),
     "a file in a folder": ("sub/notes", "did not write, .*'sub/notes'"),
-    "a marker of somebody else's": (MARKER, "out: is not empty; nothing proves that relayout wrote it"),
+    "a marker of somebody else's": (MARKER, "out: is not empty; not an output of relayout"),
 }
 
 
@@ -425,7 +425,7 @@ def test_a_place_that_holds_something_is_no_output(there: Ground) -> None:
         with pytest.raises(PlanError, match="out: is not empty"):
             StoreDestination(out, OLDER, force).check(source)
     there.write(out, **{MARKER: b"ours\nmine"})
-    with pytest.raises(PlanError, match="out: already holds 2 files; it stays as it is, --force replaces it"):
+    with pytest.raises(PlanError, match="out: already holds 2 files; it is unchanged; --force replaces it"):
         StoreDestination(out, OLDER, False).check(source)
     StoreDestination(out, OLDER, True).check(source)
     assert content(out, "mine") == b"1", "it changes nothing"

@@ -116,14 +116,16 @@ def assert_one_line(done: subprocess.CompletedProcess[str], code: int, says: str
     assert (done.returncode, done.stdout) == (code, ""), done.stderr
     assert "Traceback" not in done.stderr
     assert done.stderr.endswith("\n")
-    assert len(done.stderr.splitlines()) == 1, done.stderr
-    assert done.stderr.startswith("relayout: error: ")
-    assert re.search(says, done.stderr), done.stderr
-    assert done.stderr.rstrip("\n").isprintable()
+    error, following = done.stderr.splitlines()
+    assert error.startswith("relayout: error: ")
+    assert re.search(says, error), done.stderr
+    assert following.startswith("relayout: next: ")
+    assert error.isprintable()
+    assert following.isprintable()
 
 
 def assert_refused(run: Run, work: Path, args: list[str], says: str, code: int = 2) -> None:
-    """One line on stderr, the exit code, and nothing changed."""
+    """One line with the error and one with the next command on stderr, the exit code, and nothing changed."""
     before = tree(work)
     assert_one_line(run(*args, cwd=work), code, says)
     assert tree(work) == before

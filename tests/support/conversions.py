@@ -86,7 +86,7 @@ class Conversions:
         if key not in self.made:
             out = self.folder / f"{name}-tp{tp}{'-experts' if experts else ''}"
             try:
-                relayout.convert(self.source(name), out, tp=tp, expert_parallel=experts, threads=1)
+                relayout.convert(self.source(name), out, tp=tp, expert_parallel=experts and tp > 1, threads=1)
                 self.made[key] = out
             except PlanError as error:
                 self.made[key] = error

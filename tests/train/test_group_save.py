@@ -101,7 +101,7 @@ def errors_of(seen: list[dict[str, Any]], case: str) -> list[list[str]]:
         ("outputs", "PlanError", "group: member 0 makes a save to "),
         ("dtypes", "PlanError", "expected BF16"),
         ("sums", "PlanError", "a DTensor with partial sums"),
-        ("order", "PlanError", "a DTensor that is cut in another order than its mesh has"),
+        ("order", "PlanError", "a DTensor that is sharded in a different order than its mesh dims"),
         ("shape", "PlanError", "a DTensor whose shard has shape [3], expected [2]"),
         ("layout", "PlanError", "a group writes all ranks, and layout='ranks'"),
         ("ranks", "PlanError", "a group writes all ranks, and layout='ranks'"),
@@ -112,7 +112,7 @@ def errors_of(seen: list[dict[str, Any]], case: str) -> list[list[str]]:
         ("config", "MissingPathError", "nothing"),
         ("copy", "RuntimeError", "the device is on fire"),
         ("notes", "OSError", "the drive is on fire"),
-        ("space", "PlanError", "GB too few"),
+        ("space", "PlanError", "B too few"),
         ("full", "OSError", "No space left on device"),
     ],
 )

@@ -305,7 +305,7 @@ FORGERIES: dict[str, tuple[Callable[[Path], object], str]] = {
     "no header": (pieces(1, lambda found: found.pop(0)), is_expected("the header of model-rank-1-part-0.safetensors")),
     "another header": (
         pieces(1, other_proof(0)),
-        r"rank-1-part-0\.safetensors\.delta: its header has another proof than in the manifest$",
+        r"rank-1-part-0\.safetensors\.delta: the digest of its header differs from the manifest$",
     ),
     "no chunk of rank 0": (pieces(0, lambda found: found.pop()), differs("relayout.chunks", 0)),
     "no chunk of rank 1": (pieces(1, lambda found: found.pop()), differs("relayout.chunks", 32)),
@@ -332,8 +332,8 @@ FORGERIES: dict[str, tuple[Callable[[Path], object], str]] = {
         forged(lambda top: top.update(makes=proof(b"another"))),
         "new/relayout.json.zst: digest differs",
     ),
-    "a file of nobody": (with_file("notes.txt", b"mine"), "has notes.txt, which is no file of the result$"),
-    "a file of a delta": (with_file(CHANGES[0], b"mine"), f"has {CHANGES[0]}, which is no file of the result$"),
+    "a file of nobody": (with_file("notes.txt", b"mine"), "has notes.txt, which is not a file of the result$"),
+    "a file of a delta": (with_file(CHANGES[0], b"mine"), f"has {CHANGES[0]}, which is not a file of the result$"),
     "a file that is not there": (with_file("config.json", None), "new/config.json: is missing$"),
     **{
         f"{name} among others": (
@@ -360,7 +360,7 @@ FORGERIES: dict[str, tuple[Callable[[Path], object], str]] = {
     ),
     "the result has another header": (
         other_result(lambda top: top["files"][0].update(header_digest=proof(b"{}"))),
-        r"rank-0-part-0\.safetensors\.delta: its header has another proof than in the manifest$",
+        r"rank-0-part-0\.safetensors\.delta: the digest of its header differs from the manifest$",
     ),
     "the result has other chunks": (
         other_result(lambda top: top["files"][1].update(chunks_digest=proof(b"{}"))),

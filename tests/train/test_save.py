@@ -244,7 +244,7 @@ def test_a_failure_in_the_background_is_raised_by_the_future(tmp_path: Path) -> 
     (tmp_path / "out").mkdir()
     (tmp_path / "out" / "theirs").write_bytes(b"a stranger's")
     future = relayout.save(llama(), tmp_path / "out", config=CONFIG, tp=2, background=True)
-    with pytest.raises(PlanError, match="nothing proves that relayout wrote it"):
+    with pytest.raises(PlanError, match="not an output of relayout"):
         future.result(PATIENCE)
     wrong = relayout.save({"x": "no tensor"}, tmp_path / "new", background=True)  # type: ignore[dict-item]
     with pytest.raises(PlanError, match="expected a tensor"):
@@ -437,7 +437,7 @@ def test_small_files_of_a_folder_go_along(tmp_path: Path) -> None:
 
 def test_of_a_save_to_a_full_drive_nothing_is_left(tmp_path: Path) -> None:
     with mounted_tmpfs(tmp_path / "drive", "1m") as drive:
-        with pytest.raises((PlanError, OSError), match=r"GB too few|No space left"):
+        with pytest.raises((PlanError, OSError), match=r"B too few|No space left"):
             relayout.save(llama(), drive / "out", config=CONFIG, tp=2)
         assert list(drive.iterdir()) == []
 

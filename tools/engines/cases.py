@@ -357,7 +357,7 @@ def converted_of(source: Path, tp: int, *, expert: bool = False) -> Path:
         PlanError: it cannot be cut so.
     """
     folder = source.with_name(f"{source.name}-tp{tp}" + ("-expert" if expert else ""))
-    relayout.convert(source, folder, tp=tp, expert_parallel=expert, force=True)  # By the program of today.
+    relayout.convert(source, folder, tp=tp, expert_parallel=expert and tp > 1, force=True)  # By the program of today.
     return folder
 
 

@@ -247,7 +247,7 @@ _NO_ANSWER = "the server's answer cannot be read: check the endpoint"
 _BROKEN = "the connection broke: check the network, or retry later"
 _UNREACHABLE = "the server cannot be reached"
 _CHECK = "check the URL, the endpoint and the network"
-_NETWORK = "there is no network, or no resolver"
+_NETWORK = "check the network and the resolver"
 _WRONG_RANGE = errno.EPROTO, "the server did not return the requested range: it does not support ranges correctly"
 _REDIRECTED = (
     errno.EINVAL,

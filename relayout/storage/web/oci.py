@@ -428,9 +428,7 @@ def _files_of(content: bytes, where: str) -> dict[str, FileStat]:
         noted = Fields(annotations if isinstance(annotations, dict) else {}, where)
         key = PATH_ANNOTATION if PATH_ANNOTATION in noted.top else TITLE_ANNOTATION
         if _ARCHIVE.search(kind) or key not in noted.top:
-            what = (
-                f"has a layer of media type {shown(kind[:100])}, which is no file: only raw layers with paths are read"
-            )
+            what = f"has a layer of media type {shown(kind[:100])}, expected raw layers with paths"
             raise FormatError(what, path=where, code="mismatch")
         name = noted.text(key)
         if not is_plain_path(name):

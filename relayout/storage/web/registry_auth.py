@@ -267,7 +267,7 @@ def refused(where: str, registry: str, status: int | None) -> RequestError:
     """Return the error for a request that a registry, or its token server, does not permit."""
     what = (
         f"the registry denies access: `docker login {registry}` as a user who may do this; a registry may also answer"
-        f" so where there is no such repository (HTTP {status})"
+        f" so if the repository does not exist (HTTP {status})"
     )
     return RequestError(errno.EACCES, what, where, status)
 

@@ -176,11 +176,11 @@ def shards_of(source: str) -> list[str]:
     return [str(store.path(file.name) or store.location(file.name)) for file in _source(source).files]
 
 
-def relayout(job: LoadJob, backend: str = "auto") -> Tensors:
+def relayout(job: LoadJob, backend: str = "auto", memory: int | None = None) -> Tensors:
     """Load the converted folder with relayout.load. Tensors are views of one allocation, so no clone is needed."""
     from relayout.loader.api import load
 
-    return load(job.converted, job.rank, tp=job.tp, device=job.device, backend=backend)
+    return load(job.converted, job.rank, tp=job.tp, device=job.device, backend=backend, memory=memory)
 
 
 def relayout_plain(job: LoadJob) -> Tensors:

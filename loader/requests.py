@@ -35,8 +35,8 @@ MAX_REQUESTS = 32
 NODE_BUFFERS = 2**30
 """Default bytes of bounce buffers, pinned or not, of all ranks of a node together."""
 
-MAX_BUFFERS = 128 * 2**20
-"""Default bytes of pinned buffers of one rank."""
+DEVICE_BUFFERS = 128 * 2**20
+"""Default bytes of pinned buffers of one rank that loads to a device. `tools/run bench budget` measures others."""
 
 HOST_BUFFERS = 32 * 2**20
 """Default bytes of host bounce buffers of one rank; most bytes do not pass through them."""

@@ -258,7 +258,7 @@ class _Arriving:
         reads = [reader.reads_of(batch) for batch in self.batches]
         sizes = [sum(read.transfer.total_nbytes for read in part) for part in reads]
         counter = PartCounter([batch.start for batch in self.batches], sizes, self._stop)
-        self._pool = backend.pool(arena_nbytes)
+        self._pool = backend.pool(min(arena_nbytes, sum(batch.layout.nbytes for batch in self.batches)))
         self._window = _Window(self._pool, self.batches, counter, arena_nbytes, bound, self._stop)
         planned = tuple(chain.from_iterable(reads))
         self._job = ReadJob(contents.files, planned, budget, counter.count, self._stop)

@@ -21,6 +21,8 @@ Its method `begin`, if it has one, is called with the phase of the work, such as
 progress is off."""
 
 _SECONDS_BETWEEN_LINES = 5.0
+_RATED = "loading"
+"""The phase whose lines include a rate. Other phases also count bytes that were finished before they began."""
 _SHORT = Repr()
 _SHORT.maxtuple = _SHORT.maxlist = _SHORT.maxdict = 3
 _SHORT.maxstring = _SHORT.maxother = 160
@@ -134,8 +136,9 @@ class _Lines:
         self._printed = time.monotonic()
         amount = f"{done / 1e6:,.0f} of {total / 1e6:,.0f} MB in " if total else ""
         seconds = self._printed - self._started
+        rate = f", {done / seconds / 1e9:.2f} GB/s" if self._phase == _RATED and seconds > 0 else ""
         if sys.stderr is not None:
-            print(f"{self._phase}: {amount}{seconds:.0f} s", file=_Lenient(sys.stderr), flush=True)
+            print(f"{self._phase}: {amount}{seconds:.0f} s{rate}", file=_Lenient(sys.stderr), flush=True)
 
 
 @contextmanager

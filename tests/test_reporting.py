@@ -87,6 +87,24 @@ def test_in_a_log_a_line_is_printed_now_and_then_and_at_the_end(monkeypatch: pyt
     assert stream.getvalue().splitlines() == ["converting: 2 of 4 MB in 6 s", "converting: 4 of 4 MB in 7 s"]
 
 
+def test_a_log_of_a_load_has_its_rate_and_no_other_work_has_one(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sys, "stderr", stream := io.StringIO())
+    now = [100.0]
+    monkeypatch.setattr(module.time, "monotonic", lambda: now[0])
+    with reporting(True, "loading", 30_000_000_000) as report:
+        now[0] = 106.0
+        report(15_000_000_000)
+        now[0] = 108.0
+        report(30_000_000_000)
+    with reporting(True, "loading", 0):  # No time passes.
+        pass
+    assert stream.getvalue().splitlines() == [
+        "loading: 15,000 of 30,000 MB in 6 s, 2.50 GB/s",
+        "loading: 30,000 of 30,000 MB in 8 s, 3.75 GB/s",
+        "loading: 0 s",
+    ]
+
+
 def test_a_stream_that_is_closed_or_missing_stops_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
     class Closed(io.StringIO):
         def write(self, text: str) -> int:

@@ -21,10 +21,10 @@ from weakref import finalize
 from relayout.core.extents import BLOCK, Grid, Transfer
 from relayout.errors import FormatError
 from relayout.format.index import Read
-from relayout.loader.backends.base import Backend, Memory, ReadJob, kind_of, refuse_without_descriptors
+from relayout.loader.backends.base import Backend, Memory, Pool, ReadJob, kind_of, refuse_without_descriptors
 from relayout.loader.backends.files import ReadableFiles, closed_on_error
 from relayout.loader.backends.host import ThreadedJob, scatter
-from relayout.loader.requests import MAX_BUFFERS, Budget, Request, plan_requests
+from relayout.loader.requests import DEVICE_BUFFERS, Budget, Request, plan_requests
 from relayout.loader.sources.rank import StoredFile
 from relayout.storage.stores import Access
 
@@ -95,7 +95,7 @@ class DeviceBackend(Backend["torch.Tensor"]):
     """Backend that fills the memory of a device: by cuFile if available, else through lanes."""
 
     access = Access.AUTO
-    max_buffer_nbytes = MAX_BUFFERS
+    max_buffer_nbytes = DEVICE_BUFFERS
 
     def __init__(
         self, device: str | torch.device, make_lane: Callable[[int], CudaLane], cufile: CuFile | None = None
@@ -116,6 +116,14 @@ class DeviceBackend(Backend["torch.Tensor"]):
 
     def allocate(self, nbytes: int) -> DeviceArena:
         return allocate_on(self.device, nbytes)
+
+    def pool(self, nbytes: int) -> Pool[torch.Tensor]:
+        """Return a pool whose arenas have at least `nbytes`, so that torch can use the memory of one for the next.
+
+        torch does not split large blocks if `max_split_size_mb` is set, as vLLM does while it loads (0.33
+        `gpu_worker.py`). Arenas of various sizes would each need new memory of the driver.
+        """
+        return Pool(lambda wanted: self.allocate(max(wanted, nbytes)))
 
     def wrap(self, tensors: Sequence[torch.Tensor]) -> ScatteredOnDevice:
         return ScatteredOnDevice(tensors)
@@ -245,6 +253,9 @@ class DeviceJob(ThreadedJob[CudaLane, Request]):
                 size = (transfer.count, transfer.nbytes)
                 source = buffer.as_strided(size, (transfer.source_stride, 1), buffer.storage_offset() + transfer.source)
                 lane.send(source, span.as_strided(size, (transfer.target_stride, 1), span.storage_offset()))
+            # The consumer may drop the memory as soon as it has arrived, and its thread must be the one that frees it:
+            # vLLM's pool for sleep mode enters Python while it holds the lock of torch's allocator.
+            del span
             self.job.on_arrival(transfer.target, transfer.total_nbytes)
 
     def _read_by_cufile(self, file: int, offset: int, target: int, nbytes: int) -> None:

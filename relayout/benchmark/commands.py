@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import replace
 from functools import partial
-from typing import TYPE_CHECKING, Annotated
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
@@ -25,6 +26,7 @@ from relayout.cli.command import (
     filled,
     output,
 )
+from relayout.errors import PlanError
 
 if TYPE_CHECKING:
     from relayout.benchmark.measure import Bench
@@ -57,6 +59,14 @@ def bench(
         int | None,
         typer.Option(metavar="N", help="Loads per loader; the median is reported. Default: up to 3, within 2 minutes."),
     ] = None,
+    device: Annotated[
+        str,
+        typer.Option(metavar="DEVICE", help="Where to load to: cpu, cuda (all CUDA devices in turn), or cuda:N."),
+    ] = "cpu",
+    chart: Annotated[
+        str | None,
+        typer.Option(metavar="FILE", help="Draw the drive's bandwidth during cold loads, as a new SVG file."),
+    ] = None,
     yes: Annotated[
         bool | None,
         typer.Option(
@@ -77,35 +87,72 @@ def bench(
     """
     with output(quiet, verbose, as_json) as out:
         out.work("measuring")
-        result = _measured(out, path, tp, against, runs, yes) if size is None else _made(out, path, size, tp, runs)
-        _show_bench(out, result)
+        drawing = None if chart is None else new_chart(chart)
+        show = partial(_show_bench, out, drawing)
+        options = {"tp": tp, "runs": runs, "device": device}
+        if size is None:
+            result = _measured(out, show, path, {**options, "against": against}, yes)
+        else:
+            result = _made(out, show, path, size, options)
+        show(result)
         if result.wrong:
             raise typer.Exit(EXIT_DIFFERENCE)
 
 
-def _show_bench(out: Printing, result: Bench) -> None:
+def _show_bench(out: Printing, drawing: Path | None, result: Bench) -> None:
     out.show(result, shown)
+    if drawing is not None:
+        _draw(result, drawing, out.tell)
 
 
-def _made(out: Printing, path: str, size: str, tp: int | None, runs: int | None) -> Bench:
+def new_chart(chart: str) -> Path:
+    """Return the path of a chart to write, before anything is measured.
+
+    Raises:
+        PlanError: it is no SVG file; it exists; or its folder does not.
+    """
+    path = Path(chart)
+    if path.suffix.lower() != ".svg":
+        raise PlanError("--chart: expected a file name that ends in .svg", path=chart, code="option")
+    if path.exists() or path.is_symlink():
+        raise PlanError("--chart: the file exists, and is not replaced: name another one", path=chart, code="exists")
+    if not path.parent.is_dir():
+        raise PlanError("--chart: its folder does not exist", path=chart, code="missing")
+    return path
+
+
+def _draw(result: Bench, path: Path, tell: Callable[[str], None]) -> None:
+    from relayout.benchmark.chart import bandwidth_chart
+
+    drawn = bandwidth_chart(result.loads, result.drive_gb_per_s)
+    if drawn is None:
+        tell("no chart: no cold load was measured, or the system does not count the reads of this drive")
+        return
+    with path.open("x", encoding="utf-8") as file:
+        file.write(drawn)
+    tell(f"wrote {path}")
+
+
+def _made(out: Printing, show: Callable[[Bench], None], path: str, size: str, options: dict[str, Any]) -> Bench:
     """Measure a checkpoint that is created for this purpose and deleted afterwards."""
     from relayout.benchmark import measure
 
-    with measure.made_checkpoint(path, size, tp, out.tell) as source:
-        plan = measure.plan_bench(source, tp=tp, runs=runs)
-        result = plan.run(drop_caches=True, tell=out.tell, partly=partial(_show_bench, out))
+    measure.devices_of(options["device"])  # Checked before gigabytes are written.
+    with measure.made_checkpoint(path, size, options["tp"], out.tell) as source:
+        plan = measure.plan_bench(source, **options)
+        result = plan.run(drop_caches=True, tell=out.tell, partly=show)
     return replace(result, source=None, converted=None)
 
 
 def _measured(
-    out: Printing, path: str, tp: int | None, against: str | None, runs: int | None, yes: bool | None
+    out: Printing, show: Callable[[Bench], None], path: str, options: dict[str, Any], yes: bool | None
 ) -> Bench:
     """Measure an existing checkpoint."""
     from relayout.benchmark import measure
 
-    plan = measure.plan_bench(path, tp=tp, against=against, runs=runs)
+    plan = measure.plan_bench(path, **options)
     may_drop = may_drop_caches(len(plan.folders.every_file), plan.droppable_nbytes) if yes is None else yes
-    return plan.run(drop_caches=may_drop, tell=out.tell, partly=partial(_show_bench, out))
+    return plan.run(drop_caches=may_drop, tell=out.tell, partly=show)
 
 
 def may_drop_caches(num_files: int, nbytes: int) -> bool:
@@ -130,12 +177,15 @@ def shown(result: Bench) -> Iterator[Block]:
     yield loads(result.loads, result.drive_gb_per_s)
     yield Listing(list(failures(result.loads)), "failures", "failed:")
     if result.drive_gb_per_s is not None:
-        yield Line(f"{result.drive_gb_per_s:.2f} GB/s by direct reads of the same files", "drive:")
+        by = f"direct reads of the same files ({result.drive_by})"
+        yield Line(f"{result.drive_gb_per_s:.2f} GB/s by {by}", "drive:")
+    if (activity := drive_activity(result.loads)) is not None:
+        yield activity
     machine = result.machine
     system = f"{machine.file_system}{'' if machine.drive is None else f' on {machine.drive}'}"
     yield Line(
         f"{machine.num_cpus} processors, {machine.memory_nbytes / 1e9:.0f} GB of memory, {system},"
-        f" load average {machine.load_average:.1f} at the start",
+        f" load average {machine.load_average:.1f} at the start; loads go to {', '.join(result.devices)}",
         "machine:",
     )
     yield Listing(result.left_out, "reasons", "not measured:", "bold")
@@ -170,6 +220,31 @@ def loads(groups: Iterable[RankLoads], drive: float | None) -> Table:
                 )
             )
     return Table([Column(""), *of_numbers("s", "GB/s", "drive", "CPU s", "+MB", "as long as relayout")], rows, "")
+
+
+def drive_activity(groups: Iterable[RankLoads]) -> Table | None:
+    """Return a table of what the drive did during cold loads, by all processes; None: there are no samples."""
+    from relayout.benchmark.samples import mean_queue, mean_request_nbytes
+    from relayout.cli.render import of_numbers
+
+    rows: list[Sequence[str]] = []
+    for group in groups:
+        sampled = [(timing, samples) for timing in group.done if (samples := timing.median_run().drive)]
+        if sampled:
+            rows.append((f"drive during {group.title}, {group.state}", *[""] * 4))
+        for timing, samples in sampled:
+            request = mean_request_nbytes(samples)
+            nbytes, seconds = (sum(getattr(one, name) for one in samples) for name in ("nbytes", "seconds"))
+            rows.append(
+                (
+                    f"  {timing.title}",
+                    f"{nbytes / seconds / 1e9:.2f}",
+                    f"{max(one.gb_per_s for one in samples):.2f}",
+                    "" if request is None else f"{request / 1024:.0f}",
+                    f"{mean_queue(samples):.1f}",
+                )
+            )
+    return Table([Column(""), *of_numbers("GB/s", "peak", "KiB/request", "queue")], rows, "") if rows else None
 
 
 def failures(groups: Iterable[RankLoads]) -> Iterator[str]:

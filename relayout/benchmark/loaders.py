@@ -132,8 +132,14 @@ class Loader:
     reads_converted: bool = False
     """True if it reads the converted folder instead of the plain one."""
 
-    def absence(self) -> str | None:
-        """Return the reason why it cannot be measured, or None."""
+    def absence(self, device: str | None = None) -> str | None:
+        """Return the reason why it cannot be measured, or None.
+
+        Args:
+            device: the kind of device to load to. None: any.
+        """
+        if device is not None and device not in self.devices:
+            return f"it cannot load to {device}"
         if self.modules and util.find_spec(self.modules[0].partition(".")[0]) is None:
             how = f"pip install {self.package}" if self.package else how_to_install("torch")
             return f"not installed ({how})"
@@ -170,11 +176,11 @@ def shards_of(source: str) -> list[str]:
     return [str(store.path(file.name) or store.location(file.name)) for file in _source(source).files]
 
 
-def relayout(job: LoadJob, backend: str = "auto") -> Tensors:
+def relayout(job: LoadJob, backend: str = "auto", memory: int | None = None) -> Tensors:
     """Load the converted folder with relayout.load. Tensors are views of one allocation, so no clone is needed."""
     from relayout.loader.api import load
 
-    return load(job.converted, job.rank, tp=job.tp, device=job.device, backend=backend)
+    return load(job.converted, job.rank, tp=job.tp, device=job.device, backend=backend, memory=memory)
 
 
 def relayout_plain(job: LoadJob) -> Tensors:
@@ -251,7 +257,21 @@ def runai(job: LoadJob) -> Tensors:
         return {name: job.owned(name, tensor.to(job.device)) for name, tensor in streamer.get_tensors()}
 
 
-_RELAYOUT, _STOCK = ("", ("relayout.loader.api",)), ("safetensors", ("safetensors.torch",))
+def instanttensor(job: LoadJob) -> Tensors:
+    """Use InstantTensor, with all shards in one call.
+
+    A whole model is loaded with copy=True, the default: tensors own their memory. Slices are cloned from its views.
+    """
+    from instanttensor import safe_open
+
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # It warns of views that are kept; none is.
+        with safe_open(job.shards, framework="pt", device=job.device, copy=job.whole) as opened:
+            return {name: job.owned(name, tensor) for name, tensor in opened.tensors()}
+
+
+_RELAYOUT = ("", ("relayout.loader.api", "relayout.loader.backends.cuda"))
+_STOCK = ("safetensors", ("safetensors.torch",))
 
 LOADERS: dict[str, Loader] = {
     "relayout": Loader(relayout, "relayout, converted", "relayout", *_RELAYOUT, reads_converted=True),
@@ -262,4 +282,7 @@ LOADERS: dict[str, Loader] = {
         fastsafetensors, "fastsafetensors", "fastsafetensors", "fastsafetensors", ("fastsafetensors",)
     ),
     "runai": Loader(runai, "Run:ai streamer", "Run:ai streamer", "runai-model-streamer", ("runai_model_streamer",)),
+    "instanttensor": Loader(
+        instanttensor, "InstantTensor", "InstantTensor", "instanttensor", ("instanttensor",), devices=("cuda",)
+    ),
 }

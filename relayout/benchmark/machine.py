@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import json
 import mmap
 import os
 import platform
 import re
+import shutil
+import subprocess
 import time
 from collections.abc import Iterable, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -13,10 +16,13 @@ from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from threading import local
+from typing import Any
 
 import numpy as np
 
 from relayout.core.extents import BLOCK
+from relayout.errors import PlanError
+from relayout.loader.backends.base import resolve_device
 from relayout.storage.local.store import refuses_direct
 from relayout.storage.system import filesystem_of, proc_nbytes, resident_nbytes
 
@@ -166,6 +172,84 @@ def drive_of(folder: Path) -> str | None:
         whole = whole.parent
     model = whole / "device/model"
     return model.read_text().strip() if model.exists() else whole.name
+
+
+def devices_of(device: str) -> tuple[str, ...]:
+    """Return the devices that ranks are loaded to, in rotation.
+
+    Args:
+        device: "cpu", "cuda" for all CUDA devices that torch sees, or one of them, such as "cuda:1".
+
+    Raises:
+        PlanError: torch cannot use the device.
+    """
+    import torch
+
+    kind, _, number = device.partition(":")
+    if device == "cpu":
+        return ("cpu",)
+    if kind != "cuda" or not torch.cuda.is_available():
+        resolve_device(device)
+        raise PlanError(f"device {device!r}, expected cpu, cuda or cuda:N", code="option")
+    found = tuple(f"cuda:{index}" for index in range(torch.cuda.device_count()))
+    if number and device not in found:
+        raise PlanError(f"device {device!r}: torch sees {', '.join(found)}", code="option")
+    return (device,) if number else found
+
+
+def device_nbytes(device: str) -> int:
+    """Return the bytes of a CUDA device's memory, used and free."""
+    import torch
+
+    return int(torch.cuda.get_device_properties(device).total_memory)
+
+
+def device_title(device: str) -> str:
+    """Return the name of a device for people, such as "NVIDIA H200 (150 GB)"."""
+    if device == "cpu":
+        return "host memory"
+    import torch
+
+    return f"{torch.cuda.get_device_name(device)} ({device_nbytes(device) / 1e9:.0f} GB)"
+
+
+@dataclass(frozen=True, slots=True)
+class DriveLimit:
+    """The speed of direct reads of files, beyond the page cache."""
+
+    gb_per_s: float
+    """GB/s (10^9 bytes)."""
+    by: str
+    """The program that measured it: "fio", or "threads of direct reads"."""
+
+
+def drive_limit(files: Sequence[Path]) -> DriveLimit | None:
+    """Measure the drive by direct reads of files: with fio if it is installed; None: direct reads are not supported."""
+    if shutil.which("fio") is not None:
+        names = ":".join(str(path).replace(":", r"\:") for path in files)  # fio splits at other colons.
+        seconds = f"--runtime={_DIRECT_SECONDS:.0f}"
+        with suppress(subprocess.CalledProcessError, ValueError, LookupError):  # Its build lacks an engine.
+            read = fio(f"--filename={names}", seconds, "--file_service_type=sequential", "--rw=read", "--readonly")
+            if nbytes_per_s := float(read["read"]["bw_bytes"]):
+                return DriveLimit(nbytes_per_s / 1e9, "fio")
+    found = direct_gb_per_s(files)
+    return None if found is None else DriveLimit(found, "threads of direct reads")
+
+
+def fio(*options: str) -> dict[str, Any]:
+    """Run fio with requests like ours, 8 of 8 MiB in flight, and return its results of the job.
+
+    Raises:
+        CalledProcessError, ValueError, LookupError: it has failed.
+    """
+    command = ["fio", "--name=limit", "--direct=1", "--ioengine=libaio", "--iodepth=8", "--bs=8M", *options]
+    # Its buffers are in huge pages: with small ones, a drive that takes few segments splits each request. On the
+    # virtual machines where this was written, that was a third of the speed.
+    environment = os.environ | {"GLIBC_TUNABLES": "glibc.malloc.hugetlb=1"}
+    command += ["--group_reporting", "--output-format=json"]
+    run = subprocess.run(command, capture_output=True, check=True, env=environment)
+    job: dict[str, Any] = json.loads(run.stdout[run.stdout.index(b"{") :])["jobs"][0]
+    return job
 
 
 def direct_gb_per_s(files: Sequence[Path]) -> float | None:

@@ -21,7 +21,16 @@ from pathlib import Path
 import numpy as np
 
 from relayout.benchmark.loaders import LOADERS, Loader
-from relayout.benchmark.machine import Machine, describe, direct_gb_per_s, num_cpus, total_nbytes
+from relayout.benchmark.machine import (
+    DriveLimit,
+    Machine,
+    describe,
+    device_title,
+    devices_of,
+    drive_limit,
+    num_cpus,
+    total_nbytes,
+)
 from relayout.benchmark.run import Folders, RankGroup, Tell, digest_of
 from relayout.benchmark.verdict import RankLoads, verdict, warnings_of
 from relayout.checkpoint.converted import check_present, is_converted, read_digests, read_manifest, read_table
@@ -34,6 +43,7 @@ from relayout.core.slices import num_bytes
 from relayout.errors import PlanError, how_to_install
 from relayout.format.index import MANIFEST_NAME
 from relayout.format.safetensors import TensorEntry, build_header
+from relayout.loader.backends.base import kind_of
 from relayout.plans.planner import plan_for
 from relayout.reporting import Result
 from relayout.storage.stores import find_store
@@ -113,8 +123,12 @@ class Bench(Result):
     tp: int
     runs: int
     machine: Machine
+    devices: tuple[str, ...]
+    """Names of the devices that were loaded to."""
     drive_gb_per_s: float | None
     """Median speed of direct reads, in GB/s (10^9 bytes). None: the file system does not support them."""
+    drive_by: str | None
+    """The program that measured it; see `machine.DriveLimit`."""
     loads: tuple[RankLoads, ...]
     """Results for one rank and for all ranks at once, cold and warm, if they were possible."""
     left_out: tuple[str, ...]
@@ -136,6 +150,8 @@ class BenchPlan:
     """Time budget in seconds, after which optional measurements are left out. None: everything is measured."""
     loaders: dict[str, Loader]
     left_out: tuple[str, ...]
+    devices: tuple[str, ...] = ("cpu",)
+    """Devices that ranks are loaded to, in rotation."""
 
     @property
     def droppable_nbytes(self) -> int:
@@ -188,7 +204,11 @@ class BenchPlan:
         is_of_degree = manifest is not None and manifest.num_ranks == tp
         expected = expected_digests(folders.converted) if folders.converted and is_of_degree else None
         together = [[0], list(range(tp))][: 2 if tp > 1 else 1]
-        return [RankGroup(folders, self.loaders, ranks, state, expected) for state in states for ranks in together]
+        return [
+            RankGroup(folders, self.loaders, ranks, state, expected, devices=self.devices)
+            for state in states
+            for ranks in together
+        ]
 
     def _measure(self, group: RankGroup, found: Found, counted: Counted, share: float) -> None:
         """Measure a group until this share of the time budget is used, or append the reason for leaving it out."""
@@ -201,19 +221,21 @@ class BenchPlan:
             return
         if group.state == "cold":
             files = self.folders.rank_files(group.ranks) or self.folders.source_files
-            found.limits.extend(filter(None, (direct_gb_per_s(files) for _ in range(self.runs))))
+            found.limits.extend(filter(None, (drive_limit(files) for _ in range(self.runs))))
         group.measure(self.runs, counted, found.loads.append, is_over=lambda: counted.is_over(share))
 
     def _result(self, about: Machine, found: Found) -> Bench:
         folders, loads = self.folders, found.loads
-        drive = statistics.median(found.limits) if found.limits else None
+        drive = statistics.median(limit.gb_per_s for limit in found.limits) if found.limits else None
         return Bench(
             source=None if folders.source is None else str(folders.source),
             converted=None if folders.converted is None else str(folders.converted),
             tp=folders.tp,
             runs=self.runs,
             machine=about,
+            devices=tuple(map(device_title, self.devices)),
             drive_gb_per_s=drive,
+            drive_by=found.limits[0].by if found.limits else None,
             loads=tuple(loads),
             left_out=tuple(found.left_out),
             warnings=warnings_of(about, loads),
@@ -236,8 +258,7 @@ class Found:
     """Results collected while a benchmark runs."""
 
     left_out: list[str]
-    limits: list[float]
-    """Measured speeds of direct reads, in GB/s."""
+    limits: list[DriveLimit]
     loads: list[RankLoads]
 
 
@@ -247,6 +268,7 @@ def plan_bench(
     tp: int | None = None,
     against: str | os.PathLike[str] | None = None,
     runs: int | None = None,
+    device: str = "cpu",
 ) -> BenchPlan:
     """Plan a benchmark of a checkpoint. Reads headers only.
 
@@ -257,16 +279,20 @@ def plan_bench(
             `path` that `convert` would write, or would have read.
         runs: number of loads by each loader, for medians. Default: 3, or fewer if these would take more than 2 minutes;
             the last measurements may then be left out.
+        device: where tensors are loaded to: "cpu"; "cuda", which is all CUDA devices, one rank after the other; or one
+            of them, such as "cuda:1".
 
     Raises:
         FormatError: a file is damaged.
         PlanError: the folders belong to different checkpoints, or are not local; or no plan for the checkpoint exists;
-            or torch is not installed.
+            or torch is not installed, or cannot use the device.
     """
     budget, runs = (_BUDGET_SECONDS, _RUNS) if runs is None else (None, at_least_one(runs, "runs"))
     tp = None if tp is None else at_least_one(tp, "tp")
     if util.find_spec("torch") is None:
         raise PlanError(f"loads need torch, which is not installed: {how_to_install('torch')}", code="unsupported")
+    devices = devices_of(device)
+    kind = kind_of(devices[0])
     folders = _find_folders(path, tp, against)
     if folders.tp > 1 and folders.source is not None:
         plan_for(read_source(find_store(folders.source)), folders.tp)
@@ -278,12 +304,12 @@ def plan_bench(
         if loader.reads_converted:
             why = None if folders.converted is not None else "there is no converted folder"
         else:
-            why = loader.absence() if folders.source is not None else "there is no plain folder"
+            why = loader.absence(kind) if folders.source is not None else "there is no plain folder"
         if why is None:
             loaders[name] = loader
         else:
             left_out.append(f"{loader.title}: {why}")
-    return BenchPlan(folders, runs, budget, loaders, tuple(left_out))
+    return BenchPlan(folders, runs, budget, loaders, tuple(left_out), devices)
 
 
 @contextmanager

@@ -25,7 +25,8 @@ from pathlib import Path
 from typing import IO, TYPE_CHECKING
 
 from relayout.benchmark.loaders import Loader, LoadJob, plan_rank, shards_of
-from relayout.benchmark.machine import NotPrepared, cpu_seconds, num_cpus, prepare, total_nbytes
+from relayout.benchmark.machine import NotPrepared, cpu_seconds, device_nbytes, num_cpus, prepare, total_nbytes
+from relayout.benchmark.samples import drive_number, sampling
 from relayout.benchmark.verdict import Measured, RankLoads, Timing
 from relayout.checkpoint.converted import read_manifest
 from relayout.core.digests import digest_hex
@@ -55,13 +56,16 @@ class Died(Exception):
     """Raised if a loader did not finish."""
 
 
-def load_together(jobs: Sequence[LoadJob], loader: Loader, ready: Callable[[], None], *, limit: float) -> Measured:
+def load_together(
+    jobs: Sequence[LoadJob], loader: Loader, ready: Callable[[], None], *, limit: float, drive: str | None = None
+) -> Measured:
     """Load the jobs' ranks at once, each in a fresh process.
 
     Args:
         jobs: one job for each rank.
         ready: called when all processes are ready, just before they load.
         limit: seconds that each step may take.
+        drive: the number of the drive to sample during the load, see `samples.drive_number`; None: no drive.
     """
     kills = _oom_kills()
     with contextlib.ExitStack() as stack:
@@ -79,8 +83,9 @@ def load_together(jobs: Sequence[LoadJob], loader: Loader, ready: Callable[[], N
             raise Died(f"not run: {error}") from None
         busy, cpus = cpu_seconds()
         began = time.monotonic()
-        _tell(running)
-        measured = [json.loads(line) for line in _lines(running, limit, kills)]
+        with sampling(drive) as samples:
+            _tell(running)
+            measured = [json.loads(line) for line in _lines(running, limit, kills)]
         elapsed, busy = time.monotonic() - began, cpu_seconds()[0] - busy
         _tell(running)
         digests = tuple(json.loads(line) for line in _lines(running, limit, kills))
@@ -94,6 +99,7 @@ def load_together(jobs: Sequence[LoadJob], loader: Loader, ready: Callable[[], N
         peak_minus_needed_nbytes=max(rank["peak_nbytes"] - rank["nbytes"] * on_host for rank in measured),
         other_load=min(1.0, max(0.0, busy - own) / max(1e-9, elapsed * cpus)),
         digests=digests,
+        drive=tuple(samples),
     )
 
 
@@ -237,7 +243,12 @@ class RankGroup:
 
     def too_large(self) -> str | None:
         """Return the reason to skip the loads if they need more memory than available, or None."""
-        available, needed = available_nbytes(), self._tensors_nbytes * 11 // 10 + _PROCESS_NBYTES * len(self.ranks)
+        available, tensors = available_nbytes(), self._tensors_nbytes * 11 // 10
+        needed = _PROCESS_NBYTES * len(self.ranks)
+        if self.devices[0] == "cpu":
+            needed += tensors
+        elif (of_device := self._too_large_for_device(tensors)) is not None:
+            return of_device
         if self.state == "warm":
             needed += max(total_nbytes(self._files(loader)) for loader in self.loaders.values())
         if needed <= available:
@@ -247,6 +258,14 @@ class RankGroup:
             f"{self.title}, {self.state}: needs {needed / 1e9:.1f} GB of memory{cached},"
             f" {available / 1e9:.1f} GB are available"
         )
+
+    def _too_large_for_device(self, tensors: int) -> str | None:
+        num_ranks = -(-len(self.ranks) // len(self.devices))
+        needed, size = tensors * num_ranks // len(self.ranks), device_nbytes(self.devices[0])
+        if needed <= size:
+            return None
+        what = f"needs {needed / 1e9:.1f} GB of the memory of {self.devices[0]}, which has {size / 1e9:.1f} GB"
+        return f"{self.title}, {self.state}: {what}"
 
     @property
     def _tensors_nbytes(self) -> int:
@@ -325,7 +344,9 @@ class RankGroup:
             prepare(self._files(loader), folders.every_file, cold=self.state == "cold", needed_nbytes=needed)
             time.sleep(self.idle_seconds)
 
-        return load_together(jobs, loader, ready, limit=self.limit)
+        files = self._files(loader)
+        drive = drive_number(files[0]) if files and self.state == "cold" else None
+        return load_together(jobs, loader, ready, limit=self.limit, drive=drive)
 
 
 def serve(job: LoadJob, loader: Loader) -> None:

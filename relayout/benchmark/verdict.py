@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from relayout.benchmark.machine import Machine
+from relayout.benchmark.samples import DriveSample
 
 _CLEAR = 1.1
 """Ratio of times from which a difference counts as a gain."""
@@ -39,6 +40,8 @@ class Measured:
     """Share of the machine's processors that other processes used during the load."""
     digests: tuple[str, ...]
     """Digest of each rank's tensors, see `run.digest_of`."""
+    drive: tuple[DriveSample, ...] = ()
+    """The drive's reads during the load, in order. Empty: the drive was not sampled, or the system does not count."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -60,6 +63,10 @@ class Timing:
     def median(self, field: str) -> float:
         """Return the median of a field over all runs; at least one run is required."""
         return float(statistics.median(getattr(run, field) for run in self.runs))
+
+    def median_run(self) -> Measured:
+        """Return the run with the median time, the faster of the two in the middle."""
+        return sorted(self.runs, key=lambda run: run.seconds)[(len(self.runs) - 1) // 2]
 
     @property
     def spread(self) -> float:

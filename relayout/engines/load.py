@@ -191,6 +191,16 @@ def this_device() -> str:
     return f"cuda:{torch.cuda.current_device()}" if torch.cuda.is_available() else "cpu"
 
 
+def shows_progress() -> bool:
+    """Return True if this process shows the progress of loads: one process of an engine does.
+
+    Source: the loaders of both engines (vLLM 0.33 `weight_utils.enable_tqdm`, SGLang 0.5.23 `weight_utils.py`).
+    """
+    from torch import distributed
+
+    return not distributed.is_available() or not distributed.is_initialized() or distributed.get_rank() == 0
+
+
 def check_same_model(had: Shapes | None, path: str, new: Shapes | None) -> None:
     """Check that weights are for the model that an engine has loaded, so that an update writes all of it.
 
@@ -295,6 +305,7 @@ class EngineRank:
     members: Group | None = None
     """Replicas that load the same rank at the same time."""
     progress: bool = False
+    """True to show the progress of a load on stderr; see `shows_progress`."""
 
     @property
     def places_all_experts(self) -> bool:

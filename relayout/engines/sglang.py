@@ -27,6 +27,7 @@ from relayout.engines.load import (
     WeightsPlace,
     open_load,
     refuse_unproven,
+    shows_progress,
     source_url,
 )
 from relayout.engines.rank_weights import EngineOptions, RankWeights, listed, publish
@@ -215,7 +216,7 @@ def deliver(
     if weights is None and not known.place.is_ours:
         return stock()
     engine = engine_rank(source.model_config, loader.load_config.draft_model_idx)
-    engine = replace(engine, is_skipped=_or_in(engine.is_skipped, known.mapped))
+    engine = replace(engine, is_skipped=_or_in(engine.is_skipped, known.mapped), progress=shows_progress())
     opened = open_load(known.place, known.options, engine) if weights is None else Weights(weights.deliver(), engine)
     known.load = opened
     return _given(known, loader, source, stock)

@@ -27,6 +27,7 @@ from relayout.engines.load import (
     check_same_model,
     open_load,
     refuse_unproven,
+    shows_progress,
     source_url,
 )
 from relayout.engines.placing import is_expert, is_shared_expert
@@ -314,7 +315,7 @@ class VllmLoader:
             local_ranks=local_ranks if is_placed is None or has_own_block else None,
             observe="vllm",
             members=members,
-            progress=rank == 0 and bool(self.load_config.use_tqdm_on_load),
+            progress=bool(self.load_config.use_tqdm_on_load) and shows_progress(),
         )
 
 

@@ -38,6 +38,14 @@ _LOGGER = getLogger("vllm.relayout")
 _NICENESS = 10
 """The niceness of the thread that reads new weights: the engine's own threads come first."""
 _POLL_SECONDS = 0.1
+_WEIGHTS = "weights"
+"""vLLM's tag of the memory that its sleep mode allocates for weights."""
+_LOSES: dict[str, Callable[..., bool]] = {
+    "sleep": lambda level=1, *_, **__: level != 1,  # At level 1 they return unchanged.
+    "discard": lambda tags=(), *_, **__: _WEIGHTS in tags,
+    "reset_weights": lambda *_, **__: True,
+}
+"""Methods of vLLM's worker (0.33 `gpu_worker.py`) after which the weights may be gone; whether a call is such a one."""
 
 
 class LiveLoader(VllmLoader):
@@ -271,8 +279,9 @@ class TransferEngine:
         self._worker = _worker_of(self)
         if self._worker is not None:  # For `collective_rpc`.
             self._worker.relayout_state, self._worker.relayout_attest = self.state, self.attest
-            if hasattr(self._worker, "sleep"):
-                self._worker.sleep = self._noted(self._worker.sleep)
+            for name, loses in _LOSES.items():
+                if hasattr(self._worker, name):
+                    setattr(self._worker, name, self._noted(getattr(self._worker, name), loses))
 
     def init_transfer_engine(self, init_info: InitInfo) -> None:
         """Set limits."""
@@ -366,6 +375,7 @@ class TransferEngine:
         limit = time.monotonic() + self._options.wait_seconds
         staged = [staging.wait(limit - time.monotonic()) for staging in self._stagings]
         if staged:
+            _check_awake()
             self._live.check(self.model)
             self._live.check_base(staged)
         for one in staged:
@@ -413,6 +423,7 @@ class TransferEngine:
             `difference`; or an `error`.
         """
         try:
+            _check_awake()
             found = self._live.attest()
         except Exception as error:
             return {"error": str(error)}
@@ -421,15 +432,15 @@ class TransferEngine:
             _LOGGER.error("relayout: rank %d: %s is not what %s has", rank, found.difference, found.content)
         return {one.name: getattr(found, one.name) for one in fields(found)}
 
-    def _noted(self, sleep: Callable[..., None]) -> Callable[..., None]:
-        """Wrap a worker's `sleep`: if it discards the weights, later deltas are refused. vLLM sends no notice of it."""
+    def _noted(self, method: Callable[..., Any], loses: Callable[..., bool]) -> Callable[..., Any]:
+        """Wrap a worker's method: if it discards the weights, later deltas are refused. vLLM sends no notice of it."""
 
-        @wraps(sleep)
-        def noted(level: int = 1) -> None:
+        @wraps(method)
+        def noted(*arguments: Any, **named: Any) -> Any:
             live = LIVE.of(self.model)
-            if level != 1 and live is not None:  # At level 1 they return unchanged.
+            if live is not None and loses(*arguments, **named):
                 live.loaded_again(None)
-            sleep(level)
+            return method(*arguments, **named)
 
         return noted
 
@@ -447,6 +458,21 @@ def _parsed(update_info: Mapping[str, Any]) -> UpdateInfo:
         what = f'update_weights: {shown(dict(update_info))}, expected {{"source": DELTA, FOLDER or STEPS, or a list}}'
         raise PlanError(what, code="option")
     return UpdateInfo(source, None if step is None else integer(step, "step"))
+
+
+def _check_awake() -> None:
+    """Raise PlanError if vLLM's sleep mode has released the memory of weights.
+
+    An access to that memory would be a CUDA error that no later call of the process survives. Source: vLLM 0.32 and
+    0.33 `device_allocator/cumem.py`; its records contain what is mapped, whichever calls have led to that.
+    """
+    pool = sys.modules.get("vllm.device_allocator.cumem")
+    allocator = None if pool is None else pool.CuMemAllocator.instance
+    if allocator is None:
+        return
+    if any(one.is_asleep and one.tag == _WEIGHTS for one in allocator.pointer_to_data.values()):
+        what = "the weights are asleep: call wake_up(tags=['weights']) first"
+        raise PlanError(what, code="unsupported")
 
 
 def _worker_of(engine: TransferEngine) -> Any:
@@ -468,8 +494,9 @@ def _stop_computing(worker: Any, model: torch.nn.Module) -> None:
     """Make every further step of the worker fail, permanently.
 
     vLLM has no way for a worker to report that it is unusable: `check_health` is not called between steps, and module
-    hooks are not called when a graph is replayed. So the one method that runs steps, for every executor, is replaced on
-    this one object.
+    hooks are not called when a graph is replayed. So the one method that runs steps, for every executor and by both of
+    vLLM's model runners, is replaced on this one object. After it has failed, V2's `sample_tokens` and `pool` return
+    None, for which vLLM raises the error of the step (0.33 `engine/core.py`).
     """
     model.forward = _refuse
     if worker is not None:

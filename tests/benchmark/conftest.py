@@ -11,6 +11,7 @@ from support.benchmarks import QUIET, timing
 
 import relayout
 from relayout.benchmark import measure
+from relayout.benchmark.machine import DriveLimit
 from relayout.benchmark.run import Folders, RankGroup
 
 
@@ -37,6 +38,6 @@ def not_measured(monkeypatch: pytest.MonkeyPatch) -> list[bool]:
     monkeypatch.setattr(measure.BenchPlan, "run", with_fakes)
     monkeypatch.setattr(measure, "expected_digests", lambda converted: None)
     monkeypatch.setattr(RankGroup, "_load", lambda group, name: second)
-    monkeypatch.setattr(measure, "direct_gb_per_s", lambda files: 2.0)
+    monkeypatch.setattr(measure, "drive_limit", lambda files: DriveLimit(2.0, "fio"))
     monkeypatch.setattr(measure, "describe", lambda folder: QUIET)
     return allowed

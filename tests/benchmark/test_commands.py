@@ -6,12 +6,16 @@ import io
 import json
 import re
 import signal
+from dataclasses import replace
+from pathlib import Path
 
 import pytest
+import torch
 from typer.testing import CliRunner
 
 from relayout.benchmark.commands import may_drop_caches
 from relayout.benchmark.run import Folders, RankGroup
+from relayout.benchmark.samples import DriveSample
 from relayout.benchmark.verdict import Measured, RankLoads
 from relayout.cli import signals
 from relayout.cli.app import app
@@ -100,3 +104,56 @@ def test_other_bytes_end_the_command_with_a_difference(
     assert "WRONG BYTES: rank 1 differs" in done.stdout
     quiet = CliRunner().invoke(app, ["bench", str(folders.source), "-q"])
     assert (quiet.exit_code, quiet.stdout, quiet.stderr) == (1, "", "")
+
+
+@pytest.fixture
+def sampled(not_measured: list[bool], monkeypatch: pytest.MonkeyPatch) -> None:
+    """The drive reads 1 GB/s in each load: 2,048 requests of 512 KiB, 8 at a time."""
+    load = RankGroup._load
+    samples = (DriveSample(0.0, 0.5, 2**29, 1024, 8.0), DriveSample(0.5, 0.5, 2**29, 1024, 8.0))
+    monkeypatch.setattr(RankGroup, "_load", lambda group, name: replace(load(group, name), drive=samples))
+
+
+@pytest.mark.usefixtures("sampled")
+def test_the_drive_is_shown_under_its_loads_and_drawn_into_a_new_file(
+    folders: Folders, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("COLUMNS", "80")
+    chart = tmp_path / "chart.svg"
+    done = CliRunner().invoke(app, ["bench", str(folders.source), "--yes", "--runs", "2", "--chart", str(chart)])
+    assert done.exit_code == 0, done.output
+    assert re.search(r"drive during one rank of 4, cold *\n *relayout, converted +1\.07 +1\.07 +512 +8\.0", done.stdout)
+    assert "loads go to host memory" in " ".join(done.stdout.split())
+    assert all(len(line) <= 80 for line in done.stdout.splitlines())
+    assert chart.read_text().startswith("<svg ")
+    again = CliRunner().invoke(app, ["bench", str(folders.source), "--yes", "--chart", str(chart)])
+    assert again.exit_code == 2
+    assert "the file exists, and is not replaced" in " ".join(again.stderr.split())
+
+
+@pytest.mark.usefixtures("not_measured")
+def test_without_samples_there_is_no_chart(folders: Folders, tmp_path: Path) -> None:
+    done = CliRunner().invoke(app, ["bench", str(folders.source), "--no", "--chart", str(tmp_path / "chart.svg")])
+    assert done.exit_code == 0
+    assert "no chart: " in done.stderr
+    assert not list(tmp_path.iterdir())
+
+
+@pytest.mark.parametrize(("name", "reason"), [("chart.png", "ends in .svg"), ("no/chart.svg", "folder does not exist")])
+def test_a_chart_that_cannot_be_written_is_refused_before_anything_is_measured(
+    folders: Folders, not_measured: list[bool], tmp_path: Path, name: str, reason: str
+) -> None:
+    done = CliRunner().invoke(app, ["bench", str(folders.source), "--yes", "--chart", str(tmp_path / name)])
+    assert (done.exit_code, not_measured) == (2, [])
+    assert reason in " ".join(done.stderr.split())
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="there is a CUDA device")
+def test_a_device_that_is_not_there_is_refused_before_anything_is_written(
+    folders: Folders, not_measured: list[bool], tmp_path: Path
+) -> None:
+    for arguments in ([str(folders.source)], [str(tmp_path), "--size", "4GB"]):
+        done = CliRunner().invoke(app, ["bench", *arguments, "--device", "cuda"])
+        assert (done.exit_code, not_measured) == (2, [])
+        assert "device 'cuda': " in done.stderr
+    assert not list(tmp_path.iterdir())

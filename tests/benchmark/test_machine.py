@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 import os
+import shutil
 from pathlib import Path
 
 import pytest
+import torch
 from support.page_cache import drop, write_cold
 
 from relayout.benchmark import machine
 from relayout.benchmark.machine import direct_gb_per_s
+from relayout.errors import PlanError
 
 
 def test_files_are_made_cold_and_warm_and_that_is_checked(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -45,3 +48,46 @@ def test_where_the_system_has_no_call_for_it_pages_stay(tmp_path: Path, monkeypa
         monkeypatch.delattr(os, name, raising=False)
     machine.forget([tmp_path / "file"])
     assert machine.resident_share([tmp_path / "file"]) in (1, None)
+
+
+@pytest.mark.parametrize(
+    ("device", "reason"),
+    [
+        ("meta", "device 'meta', expected cpu, cuda or cuda:N"),
+        ("nothing", "device 'nothing': "),
+        *(("cuda", "device 'cuda': .*(CUDA|NVIDIA)"), ("cuda:1", "device 'cuda:1': .*(CUDA|NVIDIA)")),
+    ],
+)
+@pytest.mark.skipif(torch.cuda.is_available(), reason="there is a CUDA device")
+def test_a_device_that_torch_cannot_use_is_refused_in_a_sentence(device: str, reason: str) -> None:
+    with pytest.raises(PlanError, match=reason):
+        machine.devices_of(device)
+
+
+def test_ranks_go_to_all_devices_or_to_the_one_that_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
+    assert machine.devices_of("cpu") == ("cpu",)
+    assert machine.devices_of("cuda") == ("cuda:0", "cuda:1")
+    assert machine.devices_of("cuda:1") == ("cuda:1",)
+    with pytest.raises(PlanError, match="device 'cuda:2': torch sees cuda:0, cuda:1"):
+        machine.devices_of("cuda:2")
+
+
+def test_the_limit_is_measured_by_fio_or_else_by_reads_of_our_own(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    file = tmp_path / "with:colon"
+    write_cold(file, 16 << 20)
+    if shutil.which("fio") is not None:
+        found = machine.drive_limit([file])
+        assert found is not None
+        assert (found.by, found.gb_per_s > 0) == ("fio", True)
+    monkeypatch.setattr(machine, "direct_gb_per_s", lambda files: 2.5)
+    broken = tmp_path / "fio"
+    broken.write_text("#!/bin/sh\necho 'fio: engine libaio not loadable' >&2; exit 1\n")
+    broken.chmod(0o755)
+    monkeypatch.setenv("PATH", f"{tmp_path}:{os.environ['PATH']}")
+    assert machine.drive_limit([file]) == machine.DriveLimit(2.5, "threads of direct reads")
+    monkeypatch.setattr(machine, "direct_gb_per_s", lambda files: None)
+    assert machine.drive_limit([file]) is None

@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 
 from relayout.benchmark import measure
+from relayout.benchmark.loaders import LOADERS
 from relayout.benchmark.measure import plan_bench
 from relayout.benchmark.run import Folders, RankGroup
 from relayout.benchmark.verdict import Measured
@@ -77,3 +78,20 @@ def test_without_a_number_of_runs_the_last_loads_are_left_out_when_time_is_over(
     assert some.left_out[-1] == "all 4 ranks at once, warm: the time is over (--runs 3 measures everything)"
     every = replace(plan, budget=None).run(drop_caches=True)
     assert [len(one.timings[0].runs) for one in every.loads] == [3] * 4
+
+
+def test_loaders_that_cannot_load_to_a_device_are_named(folders: Folders) -> None:
+    plan = plan_bench(folders.source or "", device="cpu")
+    assert plan.devices == ("cpu",)
+    assert "InstantTensor: it cannot load to cpu" in plan.left_out
+    assert {"relayout", "get_slice"} <= plan.loaders.keys()
+
+
+def test_a_plan_for_cuda_has_the_loaders_that_load_there(folders: Folders, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(measure, "devices_of", lambda device: (device,))
+    plan = plan_bench(folders.source or "", device="cuda:0")
+    peers = {"relayout", "relayout_plain", "get_slice", "fastsafetensors", "runai", "instanttensor"}
+    assert plan.loaders.keys() <= peers
+    absent = {loader.title for name, loader in LOADERS.items() if name in peers - plan.loaders.keys()}
+    assert {line.partition(": not installed (pip install")[0] for line in plan.left_out} == absent
+    assert {group.devices for group in plan._groups(["cold"])} == {("cuda:0",)}

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
 
 import pytest
@@ -12,6 +13,7 @@ from relayout.benchmark import run
 from relayout.benchmark.loaders import LOADERS
 from relayout.benchmark.measure import expected_digests, plan_bench
 from relayout.benchmark.run import Folders, RankGroup, digest_of, digest_of_tensors
+from relayout.benchmark.samples import drive_number, sampling
 from relayout.benchmark.verdict import RankLoads
 from relayout.checkpoint.converted import read_digests, read_manifest, read_table
 from relayout.storage.stores import find_store
@@ -36,6 +38,8 @@ def test_ranks_are_loaded_cold_in_fresh_processes_and_bytes_are_compared(folders
     assert {"relayout", "relayout_plain", "get_slice"} <= planned.loaders.keys()
     told: list[str] = []
     measured: list[RankLoads] = []
+    with sampling(drive_number(tmp_path)) as sampled:  # Nothing, if the file system is on no single drive.
+        pass
     for name, ranks in (("relayout", [0]), ("get_slice", [0, 1])):
         group = RankGroup(planned.folders, {name: planned.loaders[name]}, ranks, "cold", expected_digests(two.output))
         group.measure(1, told.append, measured.append)
@@ -46,6 +50,8 @@ def test_ranks_are_loaded_cold_in_fresh_processes_and_bytes_are_compared(folders
         nbytes = sum(tensor.nbytes for rank in ranks for tensor in relayout.load(two.output, rank).values())
         assert [run.nbytes for run in timing.runs] == [nbytes]
         assert timing.median("drive_nbytes") > 0.9 * nbytes, "the page cache was not cold"
+        counted = sum(sample.nbytes for run in timing.runs for sample in run.drive)
+        assert counted > 0.9 * nbytes or not sampled, "the drive's own counters saw less"
     assert [line.partition(", cold: ")[0] for line in told] == ["one rank of 2", "all 2 ranks at once"]
 
 
@@ -54,3 +60,14 @@ def test_memory_that_does_not_suffice_leaves_a_load_out(folders: Folders, monkey
     assert group.too_large() is None
     monkeypatch.setattr(run, "available_nbytes", lambda: 10**8)
     assert "one rank of 4, cold: needs 0.4 GB of memory, 0.1 GB are available" in (group.too_large() or "")
+
+
+def test_a_device_that_is_too_small_leaves_a_load_out(folders: Folders, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(run, "device_nbytes", lambda device: 10**5)
+    group = RankGroup(folders, {"relayout": LOADERS["relayout"]}, [0, 1, 2], "cold", None, devices=("cuda:0", "cuda:1"))
+    found = re.fullmatch(
+        r"all 4 ranks at once, cold: needs (\S+) GB of the memory of cuda:0, which has 0\.0 GB", group.too_large() or ""
+    )
+    assert found is not None
+    monkeypatch.setattr(run, "device_nbytes", lambda device: 10**12)
+    assert group.too_large() is None

@@ -3,14 +3,18 @@
 from __future__ import annotations
 
 import logging
+import re
+from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
+import torch
 from prometheus_client import CollectorRegistry
 from prometheus_client.multiprocess import MultiProcessCollector
-from support import prestarted
+from support import fake_sglang, fake_vllm, prestarted
 from support.conversions import stock_tensors
-from support.fake_vllm import Model, install
+from support.fake_vllm import LoadConfig, Model, Tensors, install, model_config
 from support.loader_fixtures import mlp_model
 from support.page_cache import drop, write_cold
 from support.toy_store import shelf
@@ -114,3 +118,35 @@ def test_the_log_says_whether_a_cache_had_the_rank(
         engine.load(f"toy://metrics/{name}", Model(stock_tensors(folders / "llama"), 0, 2), **options)
         said += [line.partition(" cache ")[2].partition(",")[0] for line in caplog.messages if " GB/s)" in line]
     assert said == ["none", "miss", "hit"]
+
+
+def _load_by_vllm(vllm: fake_vllm.Engine, folder: Path, model: Model, *, use_tqdm: bool = True) -> None:
+    vllm.rank, vllm.tp = model.rank, model.tp
+    loader = vllm.formats["auto"](LoadConfig("auto", use_tqdm_on_load=use_tqdm))
+    config = model_config(folder)
+    loader.load_weights(loader.create_model(SimpleNamespace(model=model), config), config)
+
+
+def _load_by_sglang(sglang: fake_sglang.Engine, folder: Path, model: Model) -> None:
+    sglang.load(folder, model)
+
+
+@pytest.mark.parametrize(("engine", "load"), [("vllm", _load_by_vllm), ("sglang", _load_by_sglang)])
+@pytest.mark.parametrize("rank", [0, 1, None])
+def test_one_process_of_an_engine_shows_progress_and_its_rate(
+    request: pytest.FixtureRequest, folders: Path, whole: Tensors, engine: str, load: Callable[..., None],
+    rank: int | None, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str],
+) -> None:  # fmt: skip
+    """The rank is that of torch.distributed: the second process of a pipeline or a replica has tensor rank 0, too."""
+    monkeypatch.setattr(torch.distributed, "is_initialized", lambda: rank is not None)
+    monkeypatch.setattr(torch.distributed, "get_rank", lambda: rank)
+    load(request.getfixturevalue(engine), folders / "llama-tp2", Model(whole, 0, 2))
+    shown = re.fullmatch(r"loading: \S+ of \S+ MB in 0 s, \d+\.\d\d GB/s\n", capsys.readouterr().err)
+    assert (shown is None) is (rank == 1)
+
+
+def test_vllms_own_option_turns_progress_off(
+    vllm: fake_vllm.Engine, folders: Path, whole: Tensors, capsys: pytest.CaptureFixture[str]
+) -> None:
+    _load_by_vllm(vllm, folders / "llama-tp2", Model(whole, 0, 2), use_tqdm=False)
+    assert capsys.readouterr().err == ""

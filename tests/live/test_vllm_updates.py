@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import threading
+from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -13,7 +14,7 @@ import torch
 from support import prestarted
 from support.checkpoints import write_family
 from support.conversions import stock_tensors
-from support.fake_vllm import Engine, LoadConfig, Model, Tensors, TransferWorker
+from support.fake_vllm import Engine, LoadConfig, Model, Tensors, TransferWorker, put_modules
 from support.families import FAMILIES
 from support.signing import make_keys
 from support.toy_store import shelf
@@ -280,3 +281,44 @@ def test_no_recording_begins_behind_a_load_that_has_failed(worker: TransferWorke
         loader.load_model(None, worker.vllm_config.model_config)
     loader.load_weights(worker.model, worker.vllm_config.model_config)
     assert _get_current_dispatch_mode() is None
+
+
+@pytest.mark.parametrize(
+    ("lose", "is_known"),
+    [
+        (lambda worker: worker.sleep(), True),
+        (lambda worker: worker.sleep(level=1), True),
+        (lambda worker: worker.discard(("kv_cache",)), True),
+        (lambda worker: worker.sleep(level=2), False),
+        (lambda worker: worker.discard(tags=("kv_cache", "weights")), False),
+        (lambda worker: worker.reset_weights(), False),
+    ],
+)
+def test_calls_that_discard_weights_are_noted(
+    worker: TransferWorker, lose: Callable[[TransferWorker], None], is_known: bool
+) -> None:
+    lose(worker)
+    assert (worker.relayout_state()["content"] is not None) is is_known
+
+
+def test_memory_of_weights_that_sleep_is_not_read(
+    worker: TransferWorker, folders: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """On a GPU, a read of it would be the last call of the process. New weights may be read meanwhile."""
+    weights, others = (SimpleNamespace(tag=tag, is_asleep=True) for tag in ("weights", "kv_cache"))
+    allocator = SimpleNamespace(pointer_to_data={1: others, 2: weights})
+    memory = SimpleNamespace(instance=allocator)
+    put_modules(monkeypatch, {"vllm.device_allocator.cumem": {"CuMemAllocator": memory}})
+    transfer = worker.weight_transfer_engine
+    transfer.receive_weights(UpdateInfo(str(folders / "llama-tp2")))
+    with monkeypatch.context() as patch:
+        patch.setattr(LiveWeights, "_look", lambda live: pytest.fail("sleeping memory was read"))
+        patch.setattr(LiveWeights, "attest", lambda live: pytest.fail("sleeping memory was read"))
+        with pytest.raises(PlanError, match=r"the weights are asleep: call wake_up\(tags=\['weights'\]\) first"):
+            transfer._staged()
+        assert "the weights are asleep" in worker.relayout_attest()["error"]
+    weights.is_asleep = False
+    assert len(transfer._staged()) == 1
+    assert "error" not in worker.relayout_attest()
+    memory.instance = None  # Sleep mode is off.
+    assert len(transfer._staged()) == 1

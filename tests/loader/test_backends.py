@@ -9,6 +9,7 @@ import os
 import shutil
 import threading
 import time
+import weakref
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 from pathlib import Path
@@ -16,6 +17,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from support.backend_contract import Target
@@ -28,7 +30,8 @@ from relayout.core.extents import BLOCK, Transfer
 from relayout.core.workers import Stop
 from relayout.errors import FormatError
 from relayout.format.index import Read
-from relayout.loader.backends.base import REGISTRY
+from relayout.loader.backends.base import REGISTRY, ReadJob
+from relayout.loader.backends.cuda import DeviceBackend
 from relayout.loader.requests import Budget
 from relayout.loader.sources.rank import StoredFile
 from relayout.storage.local.store import InputFile, LocalStore
@@ -322,3 +325,54 @@ def test_what_a_device_refuses_is_an_error_that_leaves_nothing(
     contents = [np.zeros(size, np.uint8) for size in SIZES]
     with Lanes(refuse=refuse) as lanes:
         assert_fails(Target("gds", kind, stored(files[:2]), contents, lanes, FakeCuFile(**cufile)), error, message)
+
+
+class CopyingLane:
+    """A lane of a device that copies at once."""
+
+    def __init__(self, nbytes: int) -> None:
+        self._slab = torch.empty(nbytes + BLOCK, dtype=torch.uint8)
+
+    def buffer(self) -> torch.Tensor:
+        return self._slab[-self._slab.data_ptr() % BLOCK :][: -BLOCK or None]
+
+    def send(self, source: torch.Tensor, target: torch.Tensor) -> None:
+        target.copy_(source)
+
+    def settle(self) -> None:
+        pass
+
+    drain = close = settle
+
+
+class ViewedMemory:
+    """Memory that knows which of its views are still referred to."""
+
+    def __init__(self, arena: Any) -> None:
+        self.arena, self.views = arena, list[weakref.ref[torch.Tensor]]()
+
+    def span(self, offset: int, nbytes: int) -> torch.Tensor:
+        view: torch.Tensor = self.arena.span(offset, nbytes)
+        self.views.append(weakref.ref(view))
+        return view
+
+
+def test_a_lane_refers_to_no_memory_that_has_arrived(files: list[Path], contents: list[Array]) -> None:
+    """The thread of the consumer frees it: another one could wait for that thread's lock, with what it waits for."""
+    backend: Any = DeviceBackend("cpu", CopyingLane)  # type: ignore[arg-type]
+    memory, left = ViewedMemory(backend.allocate(SIZES[0] + 2 * BLOCK)), list[int]()
+
+    def arrived(offset: int, nbytes: int) -> None:
+        left.append(sum(view() is not None for view in memory.views))
+
+    whole, rows = read(1, SIZES[0] - 1), strided(0, 5000, 3, 16, 64)
+    for one in (whole, rows):
+        job = ReadJob(stored(files), (one,), Budget(1, 64 * 1024), arrived)
+        backend.fill(memory, job)
+    assert len(left) > 2
+    assert not any(left)
+
+
+def test_arenas_of_a_device_have_one_size_so_that_one_takes_the_place_of_another() -> None:
+    pool = DeviceBackend("cpu", CopyingLane).pool(MIB)  # type: ignore[arg-type]
+    assert [pool.take(nbytes)[1].numel() for nbytes in (1, MIB // 2, MIB, 3 * MIB)] == [MIB, MIB, MIB, 3 * MIB]

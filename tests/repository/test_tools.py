@@ -24,7 +24,8 @@ TOOLS = {path.stem for path in (ROOT / "tools").glob("*.py")} | {
 WITHOUT_HELP = {"documents", "fuzzing"}
 """One writes what other tests compare; the other is a part of `fuzz`."""
 TESTS_OF_TOOLS = ("repository/", "format/test_fuzz.py", "format/test_vectors.py")
-TESTS_OF_TOOLS += ("benchmark/test_loaders.py", "benchmark/test_clients.py", "cli/test_fullsize.py")
+TESTS_OF_TOOLS += ("benchmark/test_loaders.py", "benchmark/test_clients.py", "benchmark/test_budget.py")
+TESTS_OF_TOOLS += ("cli/test_fullsize.py",)
 
 
 @pytest.mark.documents

@@ -305,6 +305,13 @@ class TransferWorker:
             for parameter in self.model.parameters():
                 parameter.data.zero_()
 
+    def discard(self, tags: tuple[str, ...]) -> None:
+        if "weights" in tags:
+            self.sleep(level=2)
+
+    def reset_weights(self) -> None:
+        self.sleep(level=2)
+
     def execute_model(self) -> Tensors:
         """What a step computes with."""
         kept: Tensors = self.model_runner.execute_model()

@@ -27,7 +27,7 @@ from support.page_cache import drop
 from support.patience import PATIENCE
 
 import relayout
-from relayout.loader.backends import base, cuda
+from relayout.loader.backends import base
 from relayout.loader.backends.base import REGISTRY
 from relayout.loader.backends.cuda import DeviceBackend
 from relayout.loader.sources.rank import StoredFile
@@ -81,7 +81,7 @@ def fake_device(
             is_shown = not any(file.is_proven for file in options.proving(files))
             return DeviceBackend("cpu", lanes.make, cufile if is_shown else None)
 
-        monkeypatch.setattr(cuda, "MAX_BUFFERS", 8 * MIB)
+        monkeypatch.setattr(DeviceBackend, "max_buffer_nbytes", 8 * MIB)
         monkeypatch.setattr(base.Options, "backend_for", backend_for)
         yield "auto"
         assert (lanes.in_flight, lanes.held) == (0, 0)

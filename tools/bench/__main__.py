@@ -20,6 +20,7 @@ from support.slow_storage import Link
 
 import bench
 import relayout
+from bench import budget as budgets
 from bench import chart as charts
 from bench import clients as node_loads
 from bench import convert as conversions
@@ -34,9 +35,10 @@ from bench.drive import machine, need_fio, total_nbytes
 from bench.peers import LOADERS
 from relayout.benchmark.commands import failures
 from relayout.benchmark.commands import loads as figures
-from relayout.benchmark.machine import describe
-from relayout.benchmark.measure import layers_of, write_llama
-from relayout.benchmark.verdict import verdict, warnings_of
+from relayout.benchmark.machine import describe, devices_of
+from relayout.benchmark.measure import expected_digests, layers_of, write_llama
+from relayout.benchmark.run import Folders, RankGroup
+from relayout.benchmark.verdict import RankLoads, verdict, warnings_of
 from relayout.cli.command import Line, show
 
 app = typer.Typer(rich_markup_mode=None, no_args_is_help=True, pretty_exceptions_enable=False, help=bench.__doc__)
@@ -133,6 +135,41 @@ def load(
         said += [f"warning: {line}" for line in warnings_of(about, done)] + loads.missing(chosen.values())
         text = verdict(about, done, loads.TP, median(limits) if limits else None, is_converted=True)
         console.print(text, *said, sep="\n")
+
+
+@app.command()
+def budget(
+    folder: DirOption = None,
+    size: SizeOption = 5.6,
+    runs: RunsOption = 3,
+    out: OutOption = None,
+    device: Annotated[str, typer.Option(help="cpu, cuda or cuda:N.")] = "cuda",
+    limit: Annotated[float, typer.Option(help="Seconds that a load may take.")] = 600,
+) -> None:
+    """Load a whole model with buffers of various sizes, cold and warm: the smallest that is enough is the default."""
+    devices = devices_of(device)
+    with tempfile.TemporaryDirectory(prefix="relayout-bench-", dir=folder) as scratch:
+        place, done = Path(scratch), list[RankLoads]()
+        source = _make_source(place, size)
+        relayout.convert(source, place / "tp1", tp=1)
+        for state in ("cold", "warm"):
+            group = RankGroup(
+                Folders(source, place / "tp1", 1),
+                budgets.LOADERS,
+                [0],
+                state,
+                expected_digests(place / "tp1"),
+                registry="bench.budget",
+                devices=devices,
+                limit=limit,
+            )
+            group.measure(runs, progress.print, done.append)
+            show([figures(done[-1:], None), *map(Line, failures(done[-1:]))])
+            settings = {"size_gb": round(total_nbytes(source) / 1e9, 1), "runs": runs, "device": device}
+            rows = [loads.kept_of(one, timing) for one in done for timing in one.done]
+            _write(out, {"settings": settings, "rows": rows, **budgets.conclusion(done, device)}, place)
+        said = [f"WRONG BYTES: {line}" for one in done for line in one.wrong()]
+        console.print(*said, budgets.conclusion(done, device), sep="\n")
 
 
 @app.command()

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import os
 import shutil
 import subprocess
@@ -12,7 +11,7 @@ from importlib import metadata
 from pathlib import Path
 from typing import Any
 
-from relayout.benchmark.machine import describe, direct_gb_per_s
+from relayout.benchmark.machine import describe, drive_limit, fio
 from relayout.benchmark.machine import total_nbytes as files_nbytes
 
 PACKAGES = (
@@ -43,17 +42,6 @@ def need_fio() -> None:
         raise SystemExit("fio is needed to know the drive's own limit: install it (apt install fio)")
 
 
-def _fio(*options: str) -> dict[str, Any]:
-    command = ["fio", "--name=limit", "--direct=1", "--ioengine=libaio", "--iodepth=8", "--bs=8M", *options]
-    # Its buffers in huge pages, or else a request falls apart into as many as a drive takes segments of 4 KiB: on the
-    # virtual machines where this was written, that was a third of what the drive gives.
-    environment = os.environ | {"GLIBC_TUNABLES": "glibc.malloc.hugetlb=1"}
-    command += ["--group_reporting", "--output-format=json"]
-    run = subprocess.run(command, capture_output=True, check=True, env=environment)
-    job: dict[str, Any] = json.loads(run.stdout[run.stdout.index(b"{") :])["jobs"][0]
-    return job
-
-
 def limit_by() -> str:
     """By what `direct_read` finds the drive's limit."""
     return "fio" if shutil.which("fio") else "threads of direct reads"
@@ -61,20 +49,15 @@ def limit_by() -> str:
 
 def direct_read(files: Sequence[Path]) -> float:
     """GB/s of direct reads of these files; without fio, by reads of our own."""
-    if shutil.which("fio") is None:
-        found = direct_gb_per_s(files)
-        assert found is not None, "the file system refuses direct reads"
-        return found
-    result = _fio(
-        f"--filename={':'.join(map(str, files))}", "--file_service_type=sequential", "--rw=read", "--readonly"
-    )["read"]
-    return float(result["bw_bytes"]) / 1e9
+    found = drive_limit(files)
+    assert found is not None, "the file system refuses direct reads"
+    return found.gb_per_s
 
 
 def fio_mixed(folder: Path) -> float:
     """GB/s of direct reads while as many bytes are written."""
     path = folder / "fio"
-    result = _fio(f"--filename={path}", "--rw=rw", "--rwmixread=50", "--size=4G", "--overwrite=1")
+    result = fio(f"--filename={path}", "--rw=rw", "--rwmixread=50", "--size=4G", "--overwrite=1")
     path.unlink()
     return float(result["read"]["bw_bytes"]) / 1e9
 

@@ -82,6 +82,11 @@ def measure(
     }
 
 
+def kept_of(group: RankLoads, one: Timing) -> dict[str, Any]:
+    """What is kept of one loader of a group."""
+    return {"loader": one.title, "what": group.title, "state": group.state, **_row(one)}
+
+
 def _row(one: Timing) -> dict[str, Any]:
     medians = {key: one.median(key) for key in _KEYS}
     drive = median(run.drive_nbytes / run.nbytes for run in one.runs)

@@ -127,17 +127,6 @@ def _has_prefetch() -> bool:
     return hasattr(safe_open, "prefetch")
 
 
-def instanttensor(job: LoadJob) -> Tensors:
-    """InstantTensor, all shards in one call; copy=True, the default, for a whole model; views, cloned, for slices."""
-    import warnings
-
-    from instanttensor import safe_open
-
-    warnings.simplefilter("ignore")  # It warns of views that are kept; none is.
-    with safe_open(job.shards, framework="pt", device=job.device, copy=job.whole) as opened:
-        return {name: job.owned(name, tensor) for name, tensor in opened.tensors()}
-
-
 def s3fs(job: LoadJob) -> Tensors:
     """s3fs reads each file of the plain checkpoint whole, safetensors takes it apart, and parts are copied."""
     from s3fs import S3FileSystem
@@ -149,14 +138,7 @@ def s3fs(job: LoadJob) -> Tensors:
 
 _KNOWN = loaders.LOADERS
 _STOCK, _FAST, _RUNAI = (_KNOWN[name] for name in ("get_slice", "fastsafetensors", "runai"))
-_INSTANT = Loader(
-    instanttensor,
-    "InstantTensor, O_DIRECT",
-    "InstantTensor",
-    "instanttensor",
-    ("instanttensor",),
-    devices=("cuda",),
-)
+_INSTANT = replace(_KNOWN["instanttensor"], title="InstantTensor, O_DIRECT")
 
 
 def _stock(load: object, what: str, device: str, **more: object) -> Loader:

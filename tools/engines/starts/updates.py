@@ -79,6 +79,8 @@ def updates(environment: Environment, work: Path, only: str) -> Iterator[tuple[s
             yield f"{family}, {what}", outcome
     if fnmatch("classes", only) or fnmatch("stages", only):
         yield from _classes(alone, work, only)
+    if fnmatch("runners", only):
+        yield from _runners(alone, work)
     if only.startswith("forms"):  # 20 minutes.
         yield from update_forms(alone, work, only.partition(", ")[2] or "*")
     if fnmatch("attest", only):
@@ -105,6 +107,26 @@ def _classes(environment: Environment, work: Path, only: str) -> Iterator[tuple[
             found = environment.result(work, "comparing.vllm_updates", jobs, *options)
             form = ", unpacked" * unpacked + f", {stages} stages" * (stages > 1)
             yield f"classes, {family}{form}", {key: found[key] for key in _KEPT if key in found}
+
+
+def _runners(environment: Environment, work: Path) -> Iterator[tuple[str, dict[str, Any]]]:
+    """vLLM's worker for GPUs and each of its model runners: what an update, a sleep and a failure do to them."""
+    for family in UPDATED:
+        root = work / "updates" / "runners" / family
+        if not root.exists():
+            write_steps(source_of(family, work, wide=True), root, 2, 1)
+        jobs = work / "updates.json"
+        jobs.write_text(json.dumps([{"name": family, "source": str(root), "converted": str(root), "tp": 1}]))
+        found = environment.result(work, "comparing.vllm_runners", jobs)
+        for runner in ("V1", "V2"):
+            holds = found.get(runner, {})
+            errors = {"error": found["error"]} if "error" in found else {}
+            yield (
+                f"runner {runner}, {family}",
+                {"holds": sum(holds.values()), "of": len(holds)}
+                | errors
+                | {"fails": [what for what, is_so in holds.items() if not is_so]},
+            )
 
 
 def _attest(environment: Environment, work: Path) -> dict[str, Any]:

@@ -95,7 +95,10 @@ class Engine:
         asked = SamplingParams(temperature=0, max_tokens=_NUM_TOKENS, ignore_eos=True, logprobs=1, detokenize=False)
         prompts = [{"prompt_token_ids": prompt} for prompt in PROMPTS]
         outputs = [one.outputs[0] for one in self._model.generate(prompts, asked, use_tqdm=False)]
-        return {"tokens": [list(one.token_ids) for one in outputs], "logprobs": [one.cumulative_logprob for one in outputs]}
+        return {
+            "tokens": [list(one.token_ids) for one in outputs],
+            "logprobs": [one.cumulative_logprob for one in outputs],
+        }
 
     def digests(self) -> dict[str, Any]:
         return {"digests": self._model.collective_rpc(digests_in_worker)}

@@ -243,7 +243,7 @@ def live(machine: Machine) -> None:
 
 
 def cufile(machine: Machine) -> None:
-    """cuFile in compat mode by the product's own backend: bytes equal, counted; whether GPUDirect Storage is possible."""
+    """cuFile in compat mode by the product's own backend: bytes equal, counted; and GPUDirect Storage, if possible."""
     from gpu.checkpoints import converted_at
     from gpu.cufile import facts, load
 
@@ -285,7 +285,7 @@ def two_ranks(machine: Machine) -> None:
 
 
 def size(machine: Machine) -> None:
-    """A checkpoint of tens of GB: conversion, loads cold and warm, by rank, whole and into tensors; budgets, threads."""
+    """A checkpoint of tens of GB: conversion; loads cold and warm, by rank, whole, into tensors; budgets, threads."""
     from gpu.size import measure_all
 
     measure_all(machine.results, machine.work, machine.device)

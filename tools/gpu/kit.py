@@ -29,7 +29,7 @@ SM = 90
 PIECE_NBYTES = 52 * 2**20
 """Of one piece, with its unpacker: a call carries 64 MiB, and the project's files are 7 MiB of them."""
 VLLM = "vllm==0.32.0"
-"""Pins torch 2.13. Its libraries use torch's stable ABI, and torch 2.11, which the machine has, has all their symbols."""
+"""Pins torch 2.13. Its libraries need only symbols of torch's stable ABI, which the machine's torch 2.11 has."""
 UNPACKER = "zstandard==0.25.0"
 """Lies next to the pieces as a wheel, because it unpacks them."""
 OTHERS = """

@@ -13,6 +13,7 @@ import os
 import sys
 import time
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -168,9 +169,8 @@ def fresh(config: Any, path: str, load_format: str, cold: bool) -> dict[str, Any
     """Load one more model next to a live one; return seconds of `load_weights` and `load_model`, and digests."""
     import torch
     from vllm.config import set_current_vllm_config
-    from vllm.model_executor.model_loader import get_model_loader
 
-    from gpu.loads import prepare, timed
+    from gpu.loads import prepare
 
     config = copy.copy(config)
     config.compilation_config = copy.copy(config.compilation_config)
@@ -184,24 +184,33 @@ def fresh(config: Any, path: str, load_format: str, cold: bool) -> dict[str, Any
     prepare([Path(path)], cold=cold)
     found: dict[str, Any] = {}
     with set_current_vllm_config(config):
-        loader = get_model_loader(config.load_config)
-        own = loader.load_weights
-
-        def load_weights(*arguments: Any, **options: Any) -> Any:
-            made, found["load_weights"] = timed(lambda: own(*arguments, **options))
-            return made
-
-        loader.load_weights = load_weights
-        model, found["load_model"] = timed(
-            lambda: loader.load_model(vllm_config=config, model_config=config.model_config)
-        )
+        model = _load(config, found)
     found["nbytes"] = sum(parameter.nbytes for parameter in model.parameters())
     found["digests"] = [digests_of(model)]
-    del model, loader
+    del model
     gc.collect()
     if torch.cuda.is_available():
         torch.cuda.empty_cache()
     return found
+
+
+def _load(config: Any, found: dict[str, Any]) -> Any:
+    """Load a model, and note the seconds of both methods."""
+    from vllm.model_executor.model_loader import get_model_loader
+
+    from gpu.loads import timed
+
+    loader = get_model_loader(config.load_config)
+    own = loader.load_weights
+
+    def load_weights(*arguments: Any, **options: Any) -> Any:
+        made, found["load_weights"] = timed(lambda: own(*arguments, **options))
+        return made
+
+    loader.load_weights = load_weights
+    load_model = partial(loader.load_model, vllm_config=config, model_config=config.model_config)
+    model, found["load_model"] = timed(load_model)
+    return model
 
 
 def _loads(job: dict[str, Any]) -> None:

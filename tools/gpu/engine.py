@@ -66,9 +66,9 @@ class Machine:
         """False in a rehearsal."""
         return self.device == "cuda"
 
-    def start(self, model: Path | str, calls: list[Any], **options: Any) -> Rows:
-        """Run a process with vLLM, and return what it tells; `options` are keys of the job."""
-        return self.together([self.job(model, calls, **options)])
+    def start(self, of: str, model: Path | str, calls: list[Any], **options: Any) -> Rows:
+        """Run a process with vLLM, keep and return what it tells; `options` are keys of the job."""
+        return self.together(of, [self.job(model, calls, **options)])
 
     def job(self, model: Path | str, calls: list[Any], **options: Any) -> dict[str, Any]:
         """Return a job of `gpu.vllm_start`."""
@@ -77,8 +77,8 @@ class Machine:
             settings["moe_backend"] = "triton"
         return {"device": self.device, "settings": settings, "calls": calls} | options
 
-    def together(self, jobs: list[dict[str, Any]]) -> Rows:
-        """Run a process for each job, and return what the first one tells. All of them end."""
+    def together(self, of: str, jobs: list[dict[str, Any]]) -> Rows:
+        """Run a process for each job, keep and return what the first one tells, as it comes. All of them end."""
         running = []
         for number, job in enumerate(jobs):
             own = {"VLLM_CPU_KVCACHE_SPACE": "1", "VLLM_ENABLE_V1_MULTIPROCESSING": "0"} if not self.is_cuda else {}
@@ -95,18 +95,18 @@ class Machine:
                 if line.startswith("RESULT "):
                     row = json.loads(line.removeprefix("RESULT "))
                     rows[row["key"]] = row
-            rows["ended"] = {"code": running[0].wait()}
+                    self._keep(of, row)
+            self._keep(of, {"key": "ended", "code": running[0].wait()})
         finally:
             for one in running:  # Workers of the other node do not end by themselves.
                 one.kill()
                 one.wait()
         return rows
 
-    def keep(self, of: str, rows: Rows) -> None:
-        """Write the rows of a process, without what only verdicts compare."""
-        for key, row in rows.items():
-            short = {name: value for name, value in row.items() if name not in ("digests", "tokens", "key")}
-            self.results.measure(f"{of}, {key}", lambda short=short: short)  # type: ignore[misc]
+    def _keep(self, of: str, row: dict[str, Any]) -> None:
+        """Write a row of a process, without what only verdicts compare."""
+        short = {name: value for name, value in row.items() if name not in ("digests", "tokens", "key")}
+        self.results.measure(f"{of}, {row['key']}", lambda: short)
 
     def verdict(self, what: str, one: Any, other: Any) -> None:
         """Write whether two things are equal; None: one of them is missing."""
@@ -160,10 +160,8 @@ def serve(machine: Machine) -> None:
         "relayout": (converted, "relayout"),
         "fastsafetensors": (source, "fastsafetensors"),
     }
-    stock = machine.start(source, [*_ASKED, *_timed(ways)])
-    machine.keep("vLLM", stock)
-    ours = machine.start(converted, _ASKED, settings={"load_format": "relayout"})
-    machine.keep("relayout", ours)
+    stock = machine.start("vLLM", source, [*_ASKED, *_timed(ways)])
+    ours = machine.start("relayout", converted, _ASKED, settings={"load_format": "relayout"})
     _compare(machine, "llama", stock, ours)
     _loads_are_equal(machine, "llama", stock)
 
@@ -176,10 +174,8 @@ def serve_moe(machine: Machine) -> None:
         source_at(machine.work, "moe", machine.device),
         converted_at(machine.work, "moe", machine.device, 1),
     )
-    stock = machine.start(source, _ASKED)
-    ours = machine.start(converted, _ASKED, settings={"load_format": "relayout"})
-    machine.keep("vLLM", stock)
-    machine.keep("relayout", ours)
+    stock = machine.start("vLLM", source, _ASKED)
+    ours = machine.start("relayout", converted, _ASKED, settings={"load_format": "relayout"})
     _compare(machine, "moe", stock, ours)
 
 
@@ -193,8 +189,7 @@ def _experts(machine: Machine, name: str) -> None:
     # By "auto", which takes converted folders. By its name, the format asks vLLM for the group.
     ways = {"vLLM": (source, "auto"), "relayout": (converted, "auto")}
     calls = [call for call in _timed(ways) if machine.is_cuda or not call[4]]
-    rows = machine.start(source, calls, rank=0, tp=1)
-    machine.keep(name, rows)
+    rows = machine.start(name, source, calls, rank=0, tp=1)
     _loads_are_equal(machine, name, rows)
 
 
@@ -226,8 +221,7 @@ def live(machine: Machine) -> None:
     calls += [["attest again", "attest"], ["tokens", "tokens"], ["sleep 1", "sleep", 1], ["tokens, slept", "tokens"]]
     calls += [["digests, slept", "digests"], ["flip", "flip"], ["attest a flipped bit", "attest"]]
     settings = {"load_format": "relayout"} | ({"enable_sleep_mode": True} if machine.is_cuda else {})
-    rows = machine.start(full, calls, settings=settings, updates=True)
-    machine.keep("live", rows)
+    rows = machine.start("live", full, calls, settings=settings, updates=True)
     for share in _SHARES:
         expected = _value(rows, f"expected, {share}", "digests")
         machine.verdict(f"live, {share} changed", expected, _value(rows, f"digests, {share}", "digests"))
@@ -278,8 +272,7 @@ def two_ranks(machine: Machine) -> None:
             own = _NODE | environment | {"NCCL_HOSTID": f"node-{rank}", "VLLM_CPU_OMP_THREADS_BIND": str(rank)}
             nodes |= settings | {"distributed_executor_backend": "mp"}
             jobs.append(machine.job(model, _ASKED, settings=nodes, environment=own))
-        found[name] = machine.together(jobs)
-        machine.keep(name, found[name])
+        found[name] = machine.together(name, jobs)
         if number:
             _compare(machine, f"two ranks, {name}", found["stock"], found[name])
 

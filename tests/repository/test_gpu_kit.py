@@ -59,7 +59,7 @@ def test_only_machine_code_of_the_gpu_is_left_in_a_library() -> None:
             expected[start : start + nbytes] = bytes(nbytes)
     assert pruned == expected
     assert pruned != original
-    other = original.replace(b".nv_fatbin", b".nv_other__")
+    other = original.replace(b".nv_fatbin", b".nv_fatcod")
     assert kit.prune(other) == other
 
 

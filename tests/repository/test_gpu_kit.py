@@ -65,24 +65,17 @@ def test_only_machine_code_of_the_gpu_is_left_in_a_library() -> None:
 
 @pytest.fixture
 def folders(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> list[Path]:
-    """A kit of some pieces, made of a wheel that is written here."""
-    wheels = tmp_path / "wheels"
-    wheels.mkdir()
-    with zipfile.ZipFile(wheels / "vllm.whl", "w") as archive:
+    """A kit of two pieces, made of a wheel that is written here."""
+    engine, unpacker = tmp_path / "vllm.whl", tmp_path / "zstandard.whl"
+    with zipfile.ZipFile(engine, "w") as archive:
         for name, content in FILES.items():
             archive.writestr(name, content)
-    package = Path(zstandard.__file__).parent
-    with zipfile.ZipFile(wheels / f"{kit.UNPACKER.replace('==', '-')}-any.whl", "w") as archive:
-        for file in package.glob("*"):
-            if file.is_file():
-                archive.write(file, f"zstandard/{file.name}")
-    unpacker = next(wheels.glob("zstandard-*.whl"))
-    monkeypatch.setattr(kit, "PIECE_NBYTES", unpacker.stat().st_size + 2_000)
-    monkeypatch.setattr(
-        kit, "download", lambda folder, asked: [unpacker] if asked == [kit.UNPACKER] else [wheels / "vllm.whl"]
-    )
-    monkeypatch.setattr(kit, "pack", lambda files, level, pack=kit.pack: pack(files, 1))
-    return kit.make_kit(tmp_path / "kit", wheels)
+    with zipfile.ZipFile(unpacker, "w") as archive:
+        for file in filter(Path.is_file, Path(zstandard.__file__).parent.glob("*")):
+            archive.write(file, f"zstandard/{file.name}")
+    downloads = {(kit.UNPACKER,): [unpacker], (kit.VLLM, *kit.OTHERS.split()): [engine]}
+    monkeypatch.setattr(kit, "download", lambda folder, asked: downloads[(*asked,)])
+    return kit.make_kit(tmp_path / "kit", tmp_path, len(kit.unpacker_of(unpacker)) + 2_000, level=1)
 
 
 def join(folder: Path, home: Path) -> subprocess.CompletedProcess[str]:
@@ -119,12 +112,24 @@ def test_a_piece_is_waited_for_and_a_damaged_one_is_refused(folders: list[Path],
     assert not (tmp_path / "home" / "site").exists()
 
 
-def test_a_folder_of_somebody_else_is_not_replaced_by_a_kit(folders: list[Path], tmp_path: Path) -> None:
+def test_a_folder_of_somebody_else_is_not_replaced_by_a_kit(tmp_path: Path) -> None:
     (tmp_path / "mine").mkdir()
     (tmp_path / "mine" / "thesis.txt").write_text("years")
     with pytest.raises(SystemExit, match="is not a kit: it is not replaced"):
-        kit.write_pieces(tmp_path / "mine", b"packed", next(folders[0].glob("zstandard-*.whl")))
+        kit.write_pieces(tmp_path / "mine", b"packed", b"unpacker", 100)
     assert (tmp_path / "mine" / "thesis.txt").read_text() == "years"
+
+
+def test_a_piece_fits_beside_all_files_that_a_checkout_would_carry(tmp_path: Path) -> None:
+    subprocess.run(["git", "init", "-q", tmp_path], check=True)
+    empty = kit.room(tmp_path)
+    (tmp_path / ".gitignore").write_text("ignored\n")
+    (tmp_path / "ignored").write_bytes(bytes(5_000))
+    (tmp_path / "kept").write_bytes(bytes(3_000))
+    assert empty - kit.room(tmp_path) == 3_000 + len("ignored\n")
+    assert empty < kit.CALL_NBYTES
+    with pytest.raises(SystemExit, match="the checkout is too large"):
+        kit.write_pieces(tmp_path / "kit", b"packed", b"unpacker", 8)
 
 
 def test_a_file_that_packing_has_changed_is_noticed() -> None:

@@ -56,7 +56,7 @@ def engine_step(step: str, out: Path, wheels: Path | None, seconds: float, devic
     """Pack the kit, or run the step `engine` in this environment, which then has vLLM."""
     if step == "kit":
         with tempfile.TemporaryDirectory() as scratch:
-            for line in kit.calls(kit.make_kit(out, wheels or Path(scratch, "wheels"))):
+            for line in kit.calls(kit.make_kit(out, wheels or Path(scratch, "wheels"), kit.room(ROOT))):
                 print(line)
     elif step == "engine":
         options = ("--device", device, "--seconds", str(seconds), "--only", only)

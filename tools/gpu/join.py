@@ -69,8 +69,7 @@ def unpack(home: Path, site: Path) -> None:
             if hashlib.sha256(piece).hexdigest() != digest:
                 raise SystemExit(f"kit: piece {number} is damaged: carry it again")
             file.write(piece)
-    (wheel,) = (home / "pieces").glob("zstandard-*.whl")
-    with zipfile.ZipFile(wheel) as archive:
+    with zipfile.ZipFile(home / "pieces" / "unpacker.zip") as archive:
         archive.extractall(home / "unpacker")
     sys.path.insert(0, str(home / "unpacker"))
     import zstandard

@@ -26,12 +26,14 @@ PYTHON = "3.12"
 """Of the GPU machine."""
 SM = 90
 """Compute capability of the GPU: H100 and H200."""
-PIECE_NBYTES = 54 * 2**20
-"""Of one piece, with its unpacker: a call carries 64 MiB, and the project's files are 7 MiB of them."""
+CALL_NBYTES = 64 * 2**20
+"""Of the files that a call carries: the project's own, and a piece of the kit."""
+_SPARE_NBYTES = 2**19
 VLLM = "vllm==0.32.0"
 """Pins torch 2.13. Its libraries need only symbols of torch's stable ABI, which the machine's torch 2.11 has."""
 UNPACKER = "zstandard==0.25.0"
-"""Lies next to the pieces as a wheel, because it unpacks them."""
+"""Lies next to the pieces, because it unpacks them; without its second backend, which is half of it."""
+_SECOND_BACKEND = re.compile(r"cffi|\.pyi$")
 OTHERS = """
     annotated-types==0.8.0 apache-tvm-ffi==0.1.10 astor==0.8.1 blake3==1.0.11 cachetools==8.0.2 cbor2==6.3.0
     compressed-tensors==0.17.0 depyf==0.20.0 dill==0.4.1 distro==1.9.0 docstring-parser==0.18.0 fastapi==0.136.3
@@ -62,15 +64,44 @@ _CODE = 2
 """The kind of an entry of a fat binary that has machine code; 1 is PTX."""
 
 
-def make_kit(out: Path, wheels: Path, level: int = 15) -> list[Path]:
-    """Download, prune and pack, and return the folders to carry, one for each call; `wheels` keeps the downloads."""
+def make_kit(out: Path, wheels: Path, piece_nbytes: int, level: int = 15) -> list[Path]:
+    """Download, prune and pack, and return the folders to carry, one for each call.
+
+    Args:
+        out: the folder of the kit, replaced if it is one.
+        wheels: keeps the downloads.
+        piece_nbytes: bytes that a call has room for, as `room` returns them.
+        level: of zstd.
+    """
     files = dict(contents(download(wheels, [VLLM, *OTHERS.split()])))
-    (unpacker,) = download(wheels, [UNPACKER])
+    unpacker = unpacker_of(*download(wheels, [UNPACKER]))
     packed = pack(files, level)
     check(packed, files)
     total = sum(map(len, files.values()))
     print(f"{len(files)} files, {total / 2**20:.0f} MiB, packed {len(packed) / 2**20:.1f} MiB", flush=True)
-    return write_pieces(out, packed, unpacker)
+    return write_pieces(out, packed, unpacker, piece_nbytes)
+
+
+def room(root: Path) -> int:
+    """Return the bytes that a call has left for a piece, next to the files of the checkout, committed or not."""
+    listed = subprocess.run(
+        ["git", "ls-files", "-z", "--cached", "--others", "--exclude-standard"],
+        cwd=root,
+        check=True,
+        capture_output=True,
+    )
+    paths = {root / name for name in listed.stdout.decode().split("\0") if name}
+    return CALL_NBYTES - _SPARE_NBYTES - sum(path.lstat().st_size for path in paths if path.is_file())
+
+
+def unpacker_of(wheel: Path) -> bytes:
+    """Return a zip file with what joins need of the wheel of zstandard."""
+    slim = io.BytesIO()
+    with zipfile.ZipFile(wheel) as archive, zipfile.ZipFile(slim, "w", zipfile.ZIP_DEFLATED, compresslevel=9) as made:
+        for name in archive.namelist():
+            if name.startswith("zstandard/") and not name.endswith("/") and not _SECOND_BACKEND.search(name):
+                made.writestr(name, archive.read(name))
+    return slim.getvalue()
 
 
 def download(folder: Path, requirements: Iterable[str]) -> list[Path]:
@@ -193,12 +224,14 @@ def check(packed: bytes, files: dict[str, bytes]) -> None:
         raise SystemExit(f"kit: {len(left)} files are missing after packing, such as {min(left)}")
 
 
-def write_pieces(out: Path, packed: bytes, unpacker: Path) -> list[Path]:
+def write_pieces(out: Path, packed: bytes, unpacker: bytes, piece_nbytes: int) -> list[Path]:
     """Write a folder for each call: a piece, the digests of all pieces, and in the first one the unpacker."""
     if out.exists() and not (out / "1" / "kit.json").exists() and any(out.iterdir()):
         raise SystemExit(f"kit: {out} is not a kit: it is not replaced")
-    first = PIECE_NBYTES - unpacker.stat().st_size
-    pieces = [packed[:first], *(packed[at : at + PIECE_NBYTES] for at in range(first, len(packed), PIECE_NBYTES))]
+    first = piece_nbytes - len(unpacker)
+    if first <= 0:
+        raise SystemExit(f"kit: a call has room for {piece_nbytes} bytes only: the checkout is too large")
+    pieces = [packed[:first], *(packed[at : at + piece_nbytes] for at in range(first, len(packed), piece_nbytes))]
     digests = [hashlib.sha256(piece).hexdigest() for piece in pieces]
     shutil.rmtree(out, ignore_errors=True)
     folders = []
@@ -208,7 +241,7 @@ def write_pieces(out: Path, packed: bytes, unpacker: Path) -> list[Path]:
         (folder / f"piece-{number}").write_bytes(piece)
         (folder / "kit.json").write_text(json.dumps({"vllm": VLLM, "pieces": digests}))
         folders.append(folder)
-    shutil.copy(unpacker, folders[0])
+    (folders[0] / "unpacker.zip").write_bytes(unpacker)
     return folders
 
 

@@ -40,7 +40,7 @@ def load(
         device: the torch device of the tensors.
         backend: "auto" takes the fastest that works here (see `relayout.explain`). To host memory: "direct" bypasses
             the page cache, "buffered" reads through it. To a CUDA device: "pinned" reads through pinned host memory,
-            "gds" by GPUDirect Storage.
+            "gds" by GPUDirect Storage, "cufile-compat" by cuFile through host memory, to test it.
         names: load only tensors with names that match one of these patterns; no other bytes are read. As in plans,
             `*` is text without a dot (one part of the name), `**` any text, `{a,b}` one of these words, `#` a number.
             A pattern that begins with `!` excludes the names that it matches. If all patterns begin with `!`, all other

@@ -1,1 +1,1 @@
-"""How bytes get into memory: direct, buffered, pinned, gds."""
+"""How bytes get into memory: direct, buffered, pinned, gds, cufile-compat."""

@@ -125,7 +125,7 @@ class Backend(ABC, Generic[Span]):
     reason: str = ""
     """Why a load uses this backend, for a person."""
     gds: str | None = None
-    """The path that GPUDirect Storage takes: "GDS" or "P2PDMA". None: it is not used."""
+    """The path that GPUDirect Storage takes: "GDS" or "P2PDMA". None: it is not used, as in cuFile's compat mode."""
     access: Access = Access.BUFFERED
     """The mode in which it opens files."""
     max_buffer_nbytes = HOST_BUFFERS
@@ -192,6 +192,7 @@ REGISTRY: dict[str, tuple[str | None, Probe | str]] = {
     "buffered": (None, "relayout.loader.backends.host:offer_buffered"),
     "pinned": ("cuda", "relayout.loader.backends.cuda:offer_pinned"),
     "gds": ("cuda", "relayout.loader.backends.cuda:offer_gds"),
+    "cufile-compat": ("cuda", "relayout.loader.backends.cuda:offer_compat"),
 }
 """For each backend, the kind of device that it loads to (None: any), and its probe or the MODULE:FUNCTION to import."""
 

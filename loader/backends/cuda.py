@@ -2,7 +2,8 @@
 
 `pinned`: each thread reads directly into a pinned host buffer; its own stream copies from there to the final address,
 while the thread reads into its other buffer. `gds`: cuFile reads whole blocks into device memory; bytes that are in the
-page cache, or do not fill a block, go through pinned buffers.
+page cache, or do not fill a block, go through pinned buffers. `cufile-compat`: the same calls, which cuFile carries out
+in compat mode, through host memory. It shows on any machine with cuFile that these calls are right, and is not fast.
 """
 
 from __future__ import annotations
@@ -34,6 +35,10 @@ if TYPE_CHECKING:
     from relayout.loader.backends.cufile import CuFile, Handle
 
 _LOGGER = logging.getLogger("relayout")
+
+_COMPAT = "cufile-compat"
+_TITLES = {"gds": "GPUDirect Storage", _COMPAT: "cuFile, compat mode"}
+"""Backends that read by cuFile, and their names in messages."""
 
 BUFFERS_PER_LANE = 2
 """Number of buffers per lane: one receives a read while the other is copied to the device."""
@@ -104,8 +109,10 @@ class DeviceBackend(Backend["torch.Tensor"]):
         self.device = device
         self.make_lane = make_lane
         self.cufile = cufile
-        self.name = "pinned" if cufile is None else "gds"
-        self.is_zero_copy = self.is_experimental = cufile is not None
+        is_compat = cufile is not None and cufile.compat
+        self.name = "pinned" if cufile is None else _COMPAT if is_compat else "gds"
+        self.is_experimental = cufile is not None
+        self.is_zero_copy = cufile is not None and not is_compat
 
     def requests(
         self, reads: Sequence[Read], alignment: int, budget: Budget, grids: Sequence[Grid | None] = ()
@@ -130,14 +137,14 @@ class DeviceBackend(Backend["torch.Tensor"]):
 
     def start(self, memory: Memory[torch.Tensor], job: ReadJob) -> DeviceJob:
         if self.is_experimental and kind_of(self.device) == "cuda":
-            _warn_once()
+            _warn_once(_TITLES[self.name])
         with closed_on_error(ReadableFiles(job.files, self.access)) as opened:
             return DeviceJob(self, memory, job, opened)
 
 
 @once
-def _warn_once() -> None:
-    _LOGGER.warning("relayout: GPUDirect Storage is experimental: it has never been tested on a GPU")
+def _warn_once(title: str) -> None:
+    _LOGGER.warning("relayout: %s is experimental: it has never been tested on a GPU", title)
 
 
 class DeviceJob(ThreadedJob[CudaLane, Request]):
@@ -167,7 +174,7 @@ class DeviceJob(ThreadedJob[CudaLane, Request]):
 
     def _register(self, cufile: CuFile, job: ReadJob, opened: ReadableFiles) -> None:
         for index, file in enumerate(job.files):
-            # Checked by `offer_gds`.
+            # Checked by `_offer`.
             assert file.path is not None
             assert not file.is_proven
             self._handles.append(cufile.open(file.path))
@@ -392,10 +399,22 @@ def offer_pinned(device: str | torch.device, files: Sequence[StoredFile], is_by_
 
 def offer_gds(device: str | torch.device, files: Sequence[StoredFile], is_by_name: bool) -> DeviceBackend | str:
     """Return the `gds` backend if GPUDirect Storage works. Opening cuFile disables compat mode for the process."""
-    if refused := refuse_without_descriptors("gds", files):
+    return _offer_cufile("gds", device, files, is_by_name)
+
+
+def offer_compat(device: str | torch.device, files: Sequence[StoredFile], is_by_name: bool) -> DeviceBackend | str:
+    """Return the `cufile-compat` backend if cuFile works. Opening cuFile enables compat mode for the process."""
+    assert is_by_name
+    return _offer_cufile(_COMPAT, device, files, is_by_name)
+
+
+def _offer_cufile(
+    name: str, device: str | torch.device, files: Sequence[StoredFile], is_by_name: bool
+) -> DeviceBackend | str:
+    if refused := refuse_without_descriptors(name, files):
         return refused
     if any(file.is_proven for file in files):
-        return "backend 'gds' does not show its bytes to the host, which proves them: use 'pinned' to verify"
+        return f"backend {name!r} does not show its bytes to the host, which proves them: use 'pinned' to verify"
     # Imported here because loads to host memory do not need cuFile.
     from relayout.loader.backends import cufile
 
@@ -404,14 +423,15 @@ def offer_gds(device: str | torch.device, files: Sequence[StoredFile], is_by_nam
     if path is not None and not is_by_name and cufile.is_likely() and is_integrated(device):
         why = f"{device} has no memory of its own, but a part of the host's"
     elif path is not None and (is_by_name or cufile.is_likely()):
-        driver = cufile.find_cufile(path)
-        if not isinstance(driver, str):
-            backend = DeviceBackend(device, _lanes_of(device), driver.driver)
-            backend.reason = f"{driver.path} is {'asked for' if is_by_name else 'available'}: {driver.reason}"
-            backend.gds = driver.path
+        found = cufile.find_cufile(path, compat=name == _COMPAT)
+        if not isinstance(found, str):
+            backend = DeviceBackend(device, _lanes_of(device), found.driver)
+            what = found.path or _TITLES[name]
+            backend.reason = f"{what} is {'asked for' if is_by_name else 'available'}: {found.reason}"
+            backend.gds = found.path
             return backend
-        why = driver
-    return f"backend 'gds': GPUDirect Storage is not available: {why}"
+        why = found
+    return f"backend {name!r}: {_TITLES[name]} is not available: {why}"
 
 
 def is_integrated(device: str | torch.device | int) -> bool:

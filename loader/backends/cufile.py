@@ -1,13 +1,17 @@
 """cuFile, NVIDIA's GPUDirect Storage: reads from a drive straight into GPU memory, with evidence that they are direct.
 
 Where it does not support a drive, file system or GPU, cuFile silently reads through host memory ("compat mode").
-relayout never reports compat mode as GPUDirect Storage. It detects compat mode in this way:
+relayout uses compat mode only if the caller asks for it by name, and never reports it as GPUDirect Storage. The driver
+is then told to read everything through host memory (`force_compat_mode`), so that the name is true on each machine.
+For all other callers, relayout detects compat mode in this way:
 
 - A driver that was opened with compat mode refused does not register a file that it could only read through host
   memory. The setting overrides environment and cufile.json, applies to the whole process, and must be made before the
   driver opens (cufile.h of 1.20; not available before 1.14). A driver that fails to open loses the setting, and the
   next call of any kind opens the driver again, in compat mode (seen with 1.15 and 1.20). So the settings are read back
-  after each registration, which also detects a driver that other code opened in compat mode.
+  after each registration, which also detects a driver that other code opened in compat mode. A driver with
+  `force_compat_mode` accepts changes of the other settings while it is open, and goes on reading through host memory
+  (seen with 1.15 and 1.20); that setting stays on, so it counts by itself.
 - nvidia-fs is loaded if `NVIDIA_FS` has a `devcount`; cuFile looks there too. Without it, only PCI P2PDMA is left
   (cuFile logs "nvidia_fs not loaded, operating on P2P mode"); with it, a file may be read either way.
 
@@ -40,8 +44,20 @@ NVIDIA_FS = Path("/proc/driver/nvidia-fs")
 KERNEL_MODULES = Path("/proc/modules")
 CONFIG = Path("/etc/cufile.json")
 
-_ALLOW_COMPAT = 1
-_THROUGH_HOST = {_ALLOW_COMPAT: "allow_compat_mode", 2: "force_compat_mode", 12: "posix_io_mode", 13: "gds_fallback_io"}
+UDEV = Path("/run/udev/data")
+"""Folder with what udev knows of each device: `bMAJOR:MINOR` of a drive has its file system.
+
+cuFile registers no file of a drive without an entry, in compat mode either (5027; 1.15 and 1.20). Containers and small
+virtual machines often have none.
+"""
+
+_ALLOW_COMPAT, _FORCE_COMPAT = 1, 2
+_THROUGH_HOST = {
+    _ALLOW_COMPAT: "allow_compat_mode",
+    _FORCE_COMPAT: "force_compat_mode",
+    12: "posix_io_mode",
+    13: "gds_fallback_io",
+}
 """Settings that allow reads through host memory: `CUFileBoolConfigParameter_t` in cufile.h, and their usual names."""
 
 _MARKS = (0xFF, 0x00)
@@ -50,7 +66,9 @@ _MARKS = (0xFF, 0x00)
 Few weights end in the first value: in 16-bit floats it is a byte of a NaN.
 """
 
-_ALREADY_OPEN = "(5026)"  # CU_FILE_DRIVER_ALREADY_OPEN, in the text of an error.
+# In the texts of errors.
+_ALREADY_OPEN = "(5026)"  # CU_FILE_DRIVER_ALREADY_OPEN
+_NOT_REGISTERED = "(5027)"  # CU_FILE_HANDLE_NOT_REGISTERED
 
 _opening = threading.Lock()
 """Lock to hold from making settings until the driver is open."""
@@ -177,16 +195,23 @@ class Torch(Bindings):
 
 
 class CuFile:
-    """An open cuFile driver that reads by direct memory access or not at all."""
+    """An open cuFile driver: it reads by direct memory access or not at all; in compat mode, through host memory."""
 
-    def __init__(self, library: Bindings) -> None:
-        """Open the driver. It stays open, as other code of the process may use it."""
+    def __init__(self, library: Bindings, *, compat: bool = False) -> None:
+        """Open the driver. It stays open, as other code of the process may use it.
+
+        Args:
+            library: cuFile's functions.
+            compat: read in compat mode, through host memory, instead of refusing it.
+        """
         self.name = library.name
+        self.compat = compat
+        """True if it reads through host memory, in compat mode."""
         self._library = library
         self._arenas: dict[int, int] = {}
         """Bytes of each registered arena, by its address."""
         with _opening:
-            _prepare(library)
+            _prepare(library, compat)
             try:
                 library.open_driver()
             except Exception as error:
@@ -221,24 +246,38 @@ class CuFile:
         fd = _open_direct(path)
         try:
             with _opening:
-                _prepare(self._library)  # Repeated, because a registration opens the driver if it is not open.
+                # Repeated, because a registration opens the driver if it is not open.
+                _prepare(self._library, self.compat)
                 try:
                     file = self._library.open(path, fd)
                 except Exception as error:
-                    raise _as_os_error(error, path) from None
+                    raise _as_os_error(error, path, reason=_unknown_to_udev(error, fd)) from None
             handle = Handle(self._library, self._arenas, path, fd, file)
         except BaseException:
             os.close(fd)
             raise
-        for param, name in _THROUGH_HOST.items():
-            try:
-                is_on = self._library.get_parameter_bool(param)
-            except Exception:
-                is_on = param == _ALLOW_COMPAT  # Older versions do not have all of these settings.
-            if is_on:
-                handle.close()
-                raise OSError(errno.EOPNOTSUPP, f"cuFile may read through host memory: {name} is on", str(path))
+        if refused := self._refused():
+            handle.close()
+            raise OSError(errno.EOPNOTSUPP, refused, str(path))
         return handle
+
+    def _refused(self) -> str | None:
+        """Return why reads of the open driver would not be what this driver stands for; None: they are."""
+        if self.compat:
+            # Other code has opened the driver, perhaps with GPUDirect Storage.
+            is_forced = self._is_on(_FORCE_COMPAT, otherwise=False)
+            return None if is_forced else "cuFile is open in this process without force_compat_mode"
+        for param, name in _THROUGH_HOST.items():
+            # Older versions do not have all of these settings.
+            if self._is_on(param, otherwise=param == _ALLOW_COMPAT):
+                return f"cuFile may read through host memory: {name} is on"
+        return None
+
+    def _is_on(self, param: int, *, otherwise: bool) -> bool:
+        try:
+            return self._library.get_parameter_bool(param)
+        except Exception:
+            return otherwise
 
 
 @dataclass(slots=True)
@@ -281,11 +320,11 @@ class Handle:
 
 @dataclass(frozen=True, slots=True)
 class FoundCuFile:
-    """A cuFile driver that was found to read a file by GPUDirect Storage."""
+    """A cuFile driver that was found to read a file."""
 
     driver: CuFile
-    path: str
-    """"GDS" (nvidia-fs is loaded) or "P2PDMA" (without it)."""
+    path: str | None
+    """"GDS" (nvidia-fs is loaded) or "P2PDMA" (without it). None: compat mode."""
     reason: str
     """Reason for the choice, one line for a person."""
 
@@ -295,10 +334,10 @@ def is_likely() -> bool:
     return (NVIDIA_FS / "devcount").exists() or bool(os.environ.get("CUFILE_USE_PCIP2PDMA"))
 
 
-def find_cufile(path: Path) -> FoundCuFile | str:
+def find_cufile(path: Path, *, compat: bool = False) -> FoundCuFile | str:
     """Return a driver that reads `path`, and files on the same file system, by cuFile, or why none exists.
 
-    The driver is tested by registering `path`.
+    The driver is tested by registering `path`. With `compat`, it reads through host memory.
     """
     import torch
 
@@ -306,10 +345,12 @@ def find_cufile(path: Path) -> FoundCuFile | str:
     if not torch.cuda.is_available():
         return "no CUDA device"
     if not KERNEL_MODULES.exists():
-        # The file is missing in some sandboxes. cuFileHandleRegister of 1.20 then tries to read its lines forever.
+        # The file is missing in some sandboxes. cuFile then tries to read its lines forever: when the driver opens in
+        # compat mode (1.15, 1.20), or when a file is registered (1.20).
         return f"{KERNEL_MODULES} is missing, without which cuFile hangs"
     has_nvidia_fs = (NVIDIA_FS / "devcount").exists()
-    reasons = [] if has_nvidia_fs else [f"the kernel module nvidia-fs is not loaded ({NVIDIA_FS} is missing)"]
+    is_missing = not compat and not has_nvidia_fs
+    reasons = [f"the kernel module nvidia-fs is not loaded ({NVIDIA_FS} is missing)"] if is_missing else []
     library: Bindings
     try:
         library = Bindings()
@@ -318,16 +359,19 @@ def find_cufile(path: Path) -> FoundCuFile | str:
         library = Torch()
     try:
         # If this fails, do not try the other module: it would open the same library again, in compat mode.
-        driver = CuFile(library)
+        driver = CuFile(library, compat=compat)
         driver.open(path).close()
     except OSError as error:
         refused = f" (file system {file_system})" if error.filename else ""
         return "; ".join([*reasons, _summary(error) + refused])
+    if compat:
+        reasons.append(f"cuFile reads files on {file_system} in compat mode, through host memory")
+        return FoundCuFile(driver, None, "; ".join(reasons))
     reasons.append(f"cuFile takes files on {file_system} with compat mode refused")
     return FoundCuFile(driver, "GDS" if has_nvidia_fs else "P2PDMA", "; ".join(reasons))
 
 
-def _prepare(library: Bindings) -> None:
+def _prepare(library: Bindings, compat: bool) -> None:
     """Make the settings of a driver that is not open yet."""
     global _opened_by
     if _opened_by not in (None, os.getpid()):
@@ -340,10 +384,12 @@ def _prepare(library: Bindings) -> None:
         # Else cuFile writes cufile.log into the working directory. Its log settings have no effect (1.15, 1.20).
         os.environ.setdefault("CUFILE_LOGFILE_PATH", os.devnull)
     try:
-        library.set_parameter_bool(_ALLOW_COMPAT, False)
+        for param in (_ALLOW_COMPAT, _FORCE_COMPAT)[: 2 if compat else 1]:
+            library.set_parameter_bool(param, compat)
     except Exception as error:
         if _ALREADY_OPEN not in str(error):
-            raise OSError(errno.EOPNOTSUPP, f"compat mode cannot be refused: {_summary(error)}") from None
+            what = "asked for" if compat else "refused"
+            raise OSError(errno.EOPNOTSUPP, f"compat mode cannot be {what}: {_summary(error)}") from None
 
 
 @contextmanager
@@ -382,13 +428,22 @@ def _open_direct(path: Path) -> int:
     return os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_DIRECT)
 
 
-def _as_os_error(error: Exception, path: Path | None = None, offset: int | None = None) -> OSError:
+def _unknown_to_udev(error: Exception, fd: int) -> str:
+    """Return why cuFile has refused a file, if udev has no entry of its drive."""
+    device = os.fstat(fd).st_dev
+    entry = UDEV / f"b{os.major(device)}:{os.minor(device)}"
+    if _NOT_REGISTERED not in str(error) or entry.exists():
+        return ""
+    return f": udev has no entry of its drive ({entry} is missing)"
+
+
+def _as_os_error(error: Exception, path: Path | None = None, offset: int | None = None, *, reason: str = "") -> OSError:
     error.__traceback__ = None  # Its frames would keep a GdsFile, and so a file, open.
     code, text = errno.EIO, _summary(error)
     if match := re.match(r"(\d+) is not a valid OpError", text):  # The form in which the bindings report an errno.
         code, text = int(match[1]), os.strerror(int(match[1]))
     where = "" if offset is None else f" at byte {offset}"
-    return OSError(code, f"cuFile: {text}{where}", *([str(path)] if path else []))
+    return OSError(code, f"cuFile: {text}{where}{reason}", *([str(path)] if path else []))
 
 
 def _summary(error: Exception) -> str:

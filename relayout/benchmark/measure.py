@@ -348,8 +348,18 @@ def layers_of(nbytes: float) -> int:
     return max(1, round((nbytes - EMBEDDING_NBYTES) / LAYER_NBYTES))
 
 
-def write_llama(folder: Path, num_layers: int, shard_nbytes: int = 5 * 10**9, vocab_size: int = VOCAB_SIZE) -> int:
-    """Write a Llama-3.1-8B-shaped checkpoint; return the bytes of its tensors (5.6 GB at 8 layers)."""
+def write_llama(
+    folder: Path,
+    num_layers: int,
+    shard_nbytes: int = 5 * 10**9,
+    vocab_size: int = VOCAB_SIZE,
+    *,
+    holes: bool = False,
+) -> int:
+    """Write a Llama-3.1-8B-shaped checkpoint; return the bytes of its tensors (5.6 GB at 8 layers).
+
+    With `holes`, the tensors are holes of the files, for the caller to fill.
+    """
 
     def tensors() -> Iterator[Tensor]:
         yield "lm_head.weight", "BF16", (vocab_size, 4096)
@@ -359,7 +369,7 @@ def write_llama(folder: Path, num_layers: int, shard_nbytes: int = 5 * 10**9, vo
                 yield f"model.layers.{layer}.{name}.weight", "BF16", shape
         yield "model.norm.weight", "BF16", (4096,)
 
-    pool = np.random.default_rng(0).bytes(POOL_NBYTES)
+    pool = b"" if holes else np.random.default_rng(0).bytes(POOL_NBYTES)
     config = _CONFIG | {"num_hidden_layers": num_layers, "vocab_size": vocab_size}
     return write_checkpoint(folder, tensors(), config, shard_nbytes, pool)
 

@@ -80,6 +80,8 @@ class Library:
         """The configuration file's, or cuFile's own."""
         self.direct = True
         """Whether anything can be read without compat mode."""
+        self.knows_drive = True
+        """Whether udev has an entry of the file's drive."""
         self.supports: Callable[[int], bool] = lambda fd: True
         """Whether that file can be."""
         self.pins = True
@@ -110,7 +112,10 @@ class Library:
     def set_parameter_bool(self, param: int, value: bool) -> None:
         self.calls.append("set_parameter_bool")
         if self.settings is not None:
-            raise cuFileError(5026)
+            if not self.settings[FORCE_COMPAT]:
+                raise cuFileError(5026)
+            self.settings[param] = value  # Accepted, and of no effect on reads: seen with 1.15 and 1.20.
+            return
         self.staged[param] = value
         time.sleep(self.opening_seconds)
 
@@ -134,7 +139,10 @@ class Library:
         fd: int = descriptor.handle.fd
         if not fcntl.fcntl(fd, fcntl.F_GETFL) & os.O_DIRECT:
             raise cuFileError(5020)
-        if not (self.direct and self.supports(fd)) and not self.settings[ALLOW_COMPAT]:
+        if not self.knows_drive:
+            raise cuFileError(5027)
+        is_compat = self.settings[ALLOW_COMPAT] or self.settings[FORCE_COMPAT]
+        if not (self.direct and self.supports(fd)) and not is_compat:
             raise cuFileError(5008)
         number = -6_076_574_521_278_595_068 + fd
         self.handles[number] = fd
@@ -222,6 +230,7 @@ def machine(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
     place.mkdir()
     (place / "modules").write_text("nvidia 1 0 - Live 0x0\n")
     monkeypatch.setattr(cufile, "KERNEL_MODULES", place / "modules")
+    monkeypatch.setattr(cufile, "UDEV", place / "udev")
     monkeypatch.setattr(cufile, "CONFIG", place / "cufile.json")
     monkeypatch.setattr(cufile, "NVIDIA_FS", place / "nvidia-fs")
     monkeypatch.setattr(cufile, "_opened_by", None)
@@ -558,6 +567,68 @@ def test_a_file_system_that_is_not_supported_is_named(library: Library, path: Pa
     others = {"ext4": "ext2/ext3", "overlay": "overlayfs"}
     kind = reason.removesuffix(")").rpartition("(file system ")[2]
     assert others.get(kind, kind) == named.stdout.strip()
+
+
+@by_both
+def test_a_drive_that_udev_does_not_know_is_named(library: Library, path: Path, machine: Path) -> None:
+    library.knows_drive = False
+    device = path.stat().st_dev
+    entry = machine / "udev" / f"b{os.major(device)}:{os.minor(device)}"
+    assert f"udev has no entry of its drive ({entry} is missing)" in reason_at(path)
+    entry.parent.mkdir()
+    entry.touch()
+    reason = reason_at(path)
+    assert "HANDLE_NOT_REGISTERED (5027)" in reason
+    assert "udev has no entry" not in reason
+
+
+# Compat mode, for callers that ask for it.
+
+
+@by_both
+@pytest.mark.parametrize("direct", [True, False])
+def test_compat_mode_that_is_asked_for_is_forced_and_is_not_called_gpudirect_storage(
+    library: Library, path: Path, stored: Bytes, machine: Path, direct: bool
+) -> None:
+    library.direct = direct
+    load_nvidia_fs(machine)
+    found = find_cufile(path, compat=True)
+    assert isinstance(found, FoundCuFile), found
+    assert (found.path, found.driver.compat) == (None, True)
+    assert found.reason.endswith(" in compat mode, through host memory")
+    assert library.settings == {ALLOW_COMPAT: True, FORCE_COMPAT: True, POSIX_IO: False, GDS_FALLBACK: False}
+    arena = arena_of(NBYTES)
+    handle = found.driver.open(path)
+    assert handle.read(arena, 0) == NBYTES
+    handle.close()
+    np.testing.assert_array_equal(arena.numpy(), stored)
+    # For the whole process: nobody else gets it unasked.
+    assert "cuFile may read through host memory: force_compat_mode is on" in reason_at(path)
+
+
+@by_both
+@pytest.mark.parametrize("allows", [True, False])
+def test_compat_mode_is_not_taken_from_a_driver_that_may_read_directly(
+    library: Library, path: Path, allows: bool
+) -> None:
+    library.set_parameter_bool(ALLOW_COMPAT, allows)
+    library.driver_open()
+    refused = find_cufile(path, compat=True)
+    assert isinstance(refused, str)
+    assert "cuFile is open in this process without force_compat_mode" in refused
+    assert not library.handles
+
+
+def test_a_library_without_these_settings_has_no_compat_mode_to_ask_for(
+    library: Library, path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def missing(param: int, value: bool) -> None:
+        raise RuntimeError("function cuFileSetParameterBool is not found")
+
+    monkeypatch.setattr(library, "set_parameter_bool", missing)
+    refused = find_cufile(path, compat=True)
+    assert str(refused).endswith("compat mode cannot be asked for: function cuFileSetParameterBool is not found")
+    assert library.calls == []
 
 
 def test_a_driver_that_is_open_already_is_no_error(

@@ -223,6 +223,31 @@ def test_a_backend_that_never_ran_on_its_hardware_says_so_in_explain_and_once_wh
     assert "GPUDirect Storage is experimental" in caplog.text
 
 
+@pytest.mark.parametrize("backend", ["gds", "cufile-compat"])
+def test_compat_mode_is_taken_by_its_own_name_only(monkeypatch: pytest.MonkeyPatch, large: Path, backend: str) -> None:
+    from relayout.loader.backends import cufile
+
+    asked: list[bool] = []
+
+    def find(path: Path, *, compat: bool) -> cufile.FoundCuFile:
+        asked.append(compat)
+        driver = FakeCuFile()
+        driver.compat = compat
+        return cufile.FoundCuFile(driver, None if compat else "P2PDMA", "reads")  # type: ignore[arg-type]
+
+    monkeypatch.setattr(cufile, "find_cufile", find)
+    files = find_rank(large, 0).used_files()
+    found = Options("cuda:0", backend).backend_for(files)
+    is_compat = backend == "cufile-compat"
+    assert asked == [is_compat]
+    assert (found.name, found.gds, found.is_zero_copy) == (backend, None if is_compat else "P2PDMA", not is_compat)
+    what = "cuFile, compat mode" if is_compat else "P2PDMA"
+    assert found.reason == f"requested: {what} is asked for: reads; experimental: never tested on a GPU"
+    proven = Options("cuda:0", backend, verify=True)
+    with pytest.raises(PlanError, match=f"backend '{backend}' does not show its bytes to the host"):
+        proven.backend_for(files)
+
+
 def test_auto_takes_the_first_backend_that_does_not_refuse_and_tells_what_the_others_said(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
@@ -247,7 +272,7 @@ def test_a_gpu_without_memory_of_its_own_gets_bounded_buffers_and_doctor_says_so
     properties = SimpleNamespace(name="NVIDIA GB10", total_memory=128 * 10**9, is_integrated=1)
     monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: properties)
     monkeypatch.setattr(cufile, "is_likely", lambda: True)
-    monkeypatch.setattr(cufile, "find_cufile", lambda path: pytest.fail("cuFile was opened"))
+    monkeypatch.setattr(cufile, "find_cufile", lambda path, **_: pytest.fail("cuFile was opened"))
     files = find_rank(large, 0).used_files()
     found = Options("cuda:0", "auto").backend_for(files)
     assert found.reason.startswith(

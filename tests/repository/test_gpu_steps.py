@@ -53,6 +53,17 @@ def test_a_step_is_stopped_in_time_with_all_that_it_started_and_begun_again(
     assert carry_out(tmp_path, [step("long", "pass")])
 
 
+def test_a_step_that_hangs_ends_at_its_own_limit_and_the_next_one_runs(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(stepping, "GRACE_S", 0.5)
+    long = Step("long", (sys.executable, "-c", LONG), 1.5)
+    assert carry_out(tmp_path, [long, step("next", "pass")])
+    assert capsys.readouterr().out.startswith("long: exit code none, stopped after 2 s ")
+    assert (tmp_path / "next.code").read_text() == "0\n"
+    assert (tmp_path / "long.code").exists()
+
+
 def test_a_step_without_time_is_not_begun(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert not carry_out(tmp_path, [step("late", "pass")], seconds=30.5)
     assert capsys.readouterr().out == "late: not begun, 30 s left\n"

@@ -194,6 +194,7 @@ class FakeCuFile:
 
     def __init__(self, *, registers: bool = True, fails_at: int | None = None, refuses: str = "") -> None:
         """The read of number `fails_at` fails, from 1; files with `refuses` in their name cannot be opened."""
+        self.compat = False
         self.registered: dict[int, int] = {}
         """Address and bytes of arenas."""
         self.num_registered = 0

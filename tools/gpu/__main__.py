@@ -13,6 +13,7 @@ from typing import Annotated
 
 import typer
 
+from gpu import kit
 from gpu.steps import Step, carry_out
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -29,8 +30,14 @@ def main(
     wheels: Annotated[Path | None, typer.Option(help="Folder of wheels, where there is no network.")] = None,
     only: Annotated[str, typer.Option(help="Pattern of names of steps.")] = "*",
     device: Annotated[str, typer.Option(help="cuda; cpu rehearses without a GPU.")] = "cuda",
+    step: Annotated[
+        str | None, typer.Option(help="kit: pack vLLM into OUT, for a machine without a network; engine: run vLLM.")
+    ] = None,
 ) -> None:
     """Tests, limits, benchmarks and sweeps on a device, in steps; exit code 75: run it again to go on."""
+    if step is not None:
+        engine_step(step, out, wheels, seconds, device, only)
+        return
     deadline = time.monotonic() + seconds
     work = (work or Path(tempfile.gettempdir(), "relayout-gpu")).absolute()
     work.mkdir(parents=True, exist_ok=True)
@@ -43,6 +50,20 @@ def main(
     steps = [step for step in all_steps(out.absolute(), work, layers, device) if fnmatch(step.name, only)]
     if not carry_out(out.absolute(), steps, deadline, environment):
         raise typer.Exit(75)
+
+
+def engine_step(step: str, out: Path, wheels: Path | None, seconds: float, device: str, only: str) -> None:
+    """Pack the kit, or run the step `engine` in this environment, which then has vLLM."""
+    if step == "kit":
+        with tempfile.TemporaryDirectory() as scratch:
+            for line in kit.calls(kit.make_kit(out, wheels or Path(scratch, "wheels"), kit.room(ROOT))):
+                print(line)
+    elif step == "engine":
+        options = ("--device", device, "--seconds", str(seconds), "--only", only)
+        command = (sys.executable, "-P", "-m", "gpu.engine", str(out.absolute()), *options)
+        raise typer.Exit(subprocess.run(command).returncode)
+    else:
+        raise typer.BadParameter(f"{step!r}, expected kit or engine", param_hint="--step")
 
 
 def all_steps(out: Path, work: Path, layers: int, device: str) -> list[Step]:

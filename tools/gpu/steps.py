@@ -9,6 +9,7 @@ import time
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
+from math import inf
 from pathlib import Path
 
 GRACE_S = 10.0
@@ -23,6 +24,8 @@ class Step:
 
     name: str
     command: tuple[str, ...]
+    seconds: float = inf
+    """Its longest time, after which it is stopped and counts as ended."""
 
 
 def carry_out(out: Path, steps: Sequence[Step], deadline: float, environment: Mapping[str, str]) -> bool:
@@ -42,10 +45,13 @@ def carry_out(out: Path, steps: Sequence[Step], deadline: float, environment: Ma
             print(f"{step.name}: not begun, {max(0, left):.0f} s left", flush=True)
             return False
         log = out / f"{step.name}.log"
-        code = _run(step, log, left - GRACE_S, {**os.environ, **environment, "OUT": str(out)})
-        if code is None:
+        is_short = step.seconds < left - GRACE_S
+        seconds = min(step.seconds, left - GRACE_S)
+        code: int | str | None = _run(step, log, seconds, {**os.environ, **environment, "OUT": str(out)})
+        if code is None and not is_short:
             print(f"{step.name}: stopped, to be continued", flush=True)
             return False
+        code = f"none, stopped after {seconds:.0f} s" if code is None else code
         ended.write_text(f"{code}\n")
         said = log.read_text(errors="replace").strip().splitlines()
         why = said[-1][:200] if code and said else ""

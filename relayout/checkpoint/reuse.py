@@ -355,6 +355,11 @@ class Reuse(Closable):
             self.nbytes += sum(one.extent.nbytes for one in found)
         return True
 
+    def taken(self, name: str) -> list[tuple[Taken, str]]:
+        """Return the ranges of a new file that older files are expected to contain, and the names of these files."""
+        numbers = [number for number in self._plan if self._new.manifest.files[number].name == name]
+        return [(one, self._old.manifest.files[one.file].name) for number in numbers for one in self._plan[number]]
+
     def fill_chunks(
         self, number: int, extent: Extent, view: memoryview, scratch: Buffer, rest: Callable[[Extent, memoryview], None]
     ) -> list[Extent]:

@@ -58,7 +58,7 @@ from relayout.publish.folder import remove_leftovers
 from relayout.publish.output import Output, Work
 from relayout.publish.publishers import StoreDestination
 from relayout.reporting import Progress, Result, reporting
-from relayout.storage.cloud.part_copies import PartCopies, Place, is_possible, versions_in
+from relayout.storage.cloud.part_copies import CopySource, PartCopies, is_possible, versions_in
 from relayout.storage.reading import OpenFiles
 from relayout.storage.stores import Access, ReadableFile, Store, WritableFile, find_input, find_store, scheme_of
 from relayout.storage.system import Buffer, peak_nbytes
@@ -222,10 +222,10 @@ class Older:
     is_read: bool
     """True if bytes are read from it instead of from the source."""
 
-    def place(self, taken: Taken, name: str) -> Place | None:
-        """Return the place of a range in the older file `name`; None if the version of this file is unknown."""
+    def copy_source(self, taken: Taken, name: str) -> CopySource | None:
+        """Return a range in the older file `name` for the server to copy; None if the file's version is unknown."""
         version = None if self.versions is None else self.versions.get(name)
-        return None if version is None else Place(taken.extent, self.store.location(name), taken.offset, version)
+        return None if version is None else CopySource(taken.extent, self.store.location(name), taken.offset, version)
 
 
 def _find_older(
@@ -382,7 +382,7 @@ def copy_from(
     reuse = copies = None
     if older is not None:
         reuse = Reuse(Contents.read(source, manifest, kept.holders), older.store, older.contents)
-        copies = None if older.versions is None else PartCopies(partial(_places, older, reuse))
+        copies = None if older.versions is None else PartCopies(partial(_copy_sources, older, reuse))
     work = Work(
         what=f"a copy of {source}",
         fingerprint=digest_hex(compact_json(["copy", digest_hex(blob), kept.present])),
@@ -416,10 +416,10 @@ def copy_from(
     )
 
 
-def _places(older: Older, reuse: Reuse, name: str) -> list[Place]:
-    """Return the places of a file for `PartCopies`."""
-    found = (older.place(taken, older_name) for taken, older_name in reuse.taken(name))
-    return [place for place in found if place is not None]
+def _copy_sources(older: Older, reuse: Reuse, name: str) -> list[CopySource]:
+    """Return the ranges of a file that a server may copy; see `PartCopies`."""
+    found = (older.copy_source(taken, older_name) for taken, older_name in reuse.taken(name))
+    return [source for source in found if source is not None]
 
 
 def _kept(folder: Store, ranks: Ranks) -> tuple[bytes, Manifest, Manifest]:

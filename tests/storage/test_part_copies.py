@@ -1,4 +1,4 @@
-"""Parts of uploads that a server copies: planned, compared with bytes by numpy; proven by MD5, whatever the server does."""
+"""Parts of uploads that a server copies: each byte is planned once, and proven by MD5, whatever the server does."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from support.s3_server import Answer, Request, Server, error, md5
 from relayout.core.extents import Extent
 from relayout.core.workers import Stopped
 from relayout.storage.cloud import connect, part_copies
-from relayout.storage.cloud.part_copies import Part, PartCopies, Place, is_possible, plan_parts, versions_in
+from relayout.storage.cloud.part_copies import CopySource, PartCopies, UploadPart, is_possible, plan_parts, versions_in
 from relayout.storage.stores import RequestError, find_store
 
 MIB = 2**20
@@ -27,14 +27,14 @@ KEY = OLD.removeprefix("s3://models/")
 PARTS = {"name": "weights", "full": "v2/weights", "root": "s3://models"}
 
 
-def place(start: int, end: int, offset: int = 0, url: str = OLD, version: str = '"1"') -> Place:
-    return Place(Extent(start, end - start), url, offset, version)
+def of_old(start: int, end: int, offset: int = 0, url: str = OLD, version: str = '"1"') -> CopySource:
+    return CopySource(Extent(start, end - start), url, offset, version)
 
 
-def described(parts: list[Part]) -> list[tuple[float, float, int | None]]:
+def described(parts: list[UploadPart]) -> list[tuple[float, float, int | None]]:
     """Start and end in MiB, and the offset in the object."""
     return [
-        (p.extent.offset / MIB, p.extent.end / MIB, None if p.place is None else p.place.offset // MIB) for p in parts
+        (p.extent.offset / MIB, p.extent.end / MIB, None if p.source is None else p.source.offset // MIB) for p in parts
     ]
 
 
@@ -42,34 +42,34 @@ def described(parts: list[Part]) -> list[tuple[float, float, int | None]]:
 
 
 def test_parts_are_copied_where_there_are_places_and_sent_elsewhere() -> None:
-    parts = plan_parts(40 * MIB, [place(8 * MIB, 24 * MIB, 100 * MIB), place(30 * MIB, 36 * MIB, 7 * MIB)])
-    sent = [(part.extent.offset // MIB, part.extent.end // MIB) for part in parts if part.place is None]
+    parts = plan_parts(40 * MIB, [of_old(8 * MIB, 24 * MIB, 100 * MIB), of_old(30 * MIB, 36 * MIB, 7 * MIB)])
+    sent = [(part.extent.offset // MIB, part.extent.end // MIB) for part in parts if part.source is None]
     assert sent == [(0, 8), (24, 30), (36, 40)]
-    copied = [part for part in parts if part.place is not None]
+    copied = [part for part in parts if part.source is not None]
     thirds = [8 * MIB + 16 * MIB * third // 3 for third in range(3)]
     assert [part.extent.offset for part in copied] == [*thirds, 30 * MIB]
     assert [part.extent.end for part in copied][2:] == [24 * MIB, 36 * MIB]
 
 
 def test_a_short_gap_takes_bytes_of_the_place_after_it() -> None:
-    parts = plan_parts(16 * MIB, [place(MIB, 16 * MIB, MIB)])
+    parts = plan_parts(16 * MIB, [of_old(MIB, 16 * MIB, MIB)])
     assert described(parts) == [(0, 5, None), (5, 10.5, 5), (10.5, 16, 10)]
 
 
 def test_a_place_that_is_too_short_is_sent_unless_it_ends_the_file() -> None:
-    parts = plan_parts(12 * MIB, [place(6 * MIB, 10 * MIB)])
-    assert all(part.place is None for part in parts)
-    assert described(plan_parts(12 * MIB, [place(10 * MIB, 12 * MIB)])) == [(0, 5, None), (5, 10, None), (10, 12, 0)]
+    parts = plan_parts(12 * MIB, [of_old(6 * MIB, 10 * MIB)])
+    assert all(part.source is None for part in parts)
+    assert described(plan_parts(12 * MIB, [of_old(10 * MIB, 12 * MIB)])) == [(0, 5, None), (5, 10, None), (10, 12, 0)]
 
 
 def test_neighbors_in_both_files_are_one_place() -> None:
-    parts = plan_parts(8 * MIB, [place(0, 3 * MIB), place(3 * MIB, 8 * MIB, 3 * MIB)])
+    parts = plan_parts(8 * MIB, [of_old(0, 3 * MIB), of_old(3 * MIB, 8 * MIB, 3 * MIB)])
     assert described(parts) == [(0, 8, 0)]
-    others = [place(3 * MIB, 8 * MIB, 4 * MIB), place(3 * MIB, 8 * MIB, 3 * MIB, "s3://models/other")]
+    others = [of_old(3 * MIB, 8 * MIB, 4 * MIB), of_old(3 * MIB, 8 * MIB, 3 * MIB, "s3://models/other")]
     for other in others:
-        parts = plan_parts(8 * MIB, [place(0, 3 * MIB), other])
-        assert all(part.place is None or part.place.url == other.url for part in parts)
-        assert parts[0].place is None
+        parts = plan_parts(8 * MIB, [of_old(0, 3 * MIB), other])
+        assert all(part.source is None or part.source.url == other.url for part in parts)
+        assert parts[0].source is None
 
 
 @settings(max_examples=60, deadline=None)
@@ -79,33 +79,33 @@ def test_a_plan_has_each_byte_once_in_parts_that_a_server_accepts(
 ) -> None:
     """Units of 512 KiB. The object has each place at an offset of its own, so that a wrong offset is seen."""
     edges = sorted(edge for edge in edges if edge <= size)
-    places = [
-        place(low * MIB // 2, high * MIB // 2, data.draw(st.integers(0, 1000)) * MIB + 3, f"s3://models/{low}")
+    sources = [
+        of_old(low * MIB // 2, high * MIB // 2, data.draw(st.integers(0, 1000)) * MIB + 3, f"s3://models/{low}")
         for low, high in zip(edges[::2], edges[1::2], strict=False)
     ]
     nbytes = size * MIB // 2 + 1
-    parts = plan_parts(nbytes, places)
+    parts = plan_parts(nbytes, sources)
     ends = [0, *(part.extent.end for part in parts)]
     assert [part.extent.offset for part in parts] == ends[:-1]
     assert ends[-1] == nbytes
     assert all(part.extent.nbytes >= LEAST for part in parts[:-1])
     assert all(part.extent.nbytes < 2 * LEAST for part in parts)
     for part in parts:
-        if part.place is not None:
-            (found,) = [one for one in places if one.url == part.place.url]
-            assert part.place.extent == part.extent
+        if part.source is not None:
+            (found,) = [one for one in sources if one.url == part.source.url]
+            assert part.source.extent == part.extent
             assert found.extent.offset <= part.extent.offset < part.extent.end <= found.extent.end
-            assert part.place.offset - found.offset == part.extent.offset - found.extent.offset
-    long = [one for one in places if one.extent.nbytes >= 2 * LEAST]
-    assert {one.url for one in long} <= {part.place.url for part in parts if part.place}
+            assert part.source.offset - found.offset == part.extent.offset - found.extent.offset
+    long = [one for one in sources if one.extent.nbytes >= 2 * LEAST]
+    assert {one.url for one in long} <= {part.source.url for part in parts if part.source}
 
 
 def test_the_largest_file_has_no_more_parts_than_a_server_accepts() -> None:
     """5 TB, alternately copied and sent."""
     nbytes = 5 * 10**12
     step = 600 * MIB
-    places = [place(at, at + step, at) for at in range(step, nbytes - step, 2 * step)]
-    parts = plan_parts(nbytes, places)
+    sources = [of_old(at, at + step, at) for at in range(step, nbytes - step, 2 * step)]
+    parts = plan_parts(nbytes, sources)
     assert 5000 < len(parts) <= 10_000
     assert max(part.extent.nbytes for part in parts) <= 5 * 2**30
 
@@ -149,7 +149,7 @@ def listed(url: str = OLD) -> str:
 
 def copies() -> PartCopies:
     """With the one place that is right."""
-    right = place(6 * MIB, 17 * MIB, MIB, version=listed())
+    right = of_old(6 * MIB, 17 * MIB, MIB, version=listed())
     return PartCopies(lambda name: {"weights": [right]}[name])
 
 
@@ -183,8 +183,8 @@ def test_what_the_server_has_is_copied_there_and_only_the_rest_is_sent(server: S
 
 
 def test_without_a_place_nothing_is_sent_by_it(server: Server, file: Path) -> None:
-    for places in ([], [place(0, MIB)]):
-        made = PartCopies(lambda name, places=places: places)  # type: ignore[misc]
+    for sources in ([], [of_old(0, MIB)]):
+        made = PartCopies(lambda name, sources=sources: sources)  # type: ignore[misc]
         server.requests.clear()
         assert made.upload("s3://models", "v2/weights", "weights", file, 4, lambda: None) is None
         assert server.requests == []

@@ -1,9 +1,9 @@
 """Uploads to S3 whose parts the server copies from other objects (UploadPartCopy), by boto3: obstore has no such call.
 
-A caller names places: ranges of a file that one version of another object of the same service is expected to contain.
+A caller names sources: ranges of a file that one version of another object of the same service is expected to contain.
 The file is on this machine, complete and verified. Only its way into the bucket differs: a copied part is not sent.
 
-**A place is a guess, and proves nothing.** The server copies a part on condition of the object's version
+**A source is a guess, and proves nothing.** The server copies a part on condition of the object's version
 (`x-amz-copy-source-if-match`), and reports the MD5 of the part that it has stored, as for a part that is sent. The part
 counts only if this is the MD5 of the file's own bytes there. Otherwise, and if the copy fails, the part is sent. So an
 object that was replaced, a wrong index and a server that ignores condition or range cost time, and never a wrong byte.
@@ -47,7 +47,7 @@ Answer = TypeVar("Answer")
 
 
 @dataclass(frozen=True, slots=True)
-class Place:
+class CopySource:
     """A range of a file, and the location of bytes that are expected to be equal."""
 
     extent: Extent
@@ -59,19 +59,19 @@ class Place:
     version: str
     """ETag of the object when it was listed."""
 
-    def part(self, start: int, end: int) -> Place:
-        """Return the part of this place from one offset in the file to another."""
-        return Place(Extent(start, end - start), self.url, self.offset + start - self.extent.offset, self.version)
+    def part(self, start: int, end: int) -> CopySource:
+        """Return the part of this source from one offset in the file to another."""
+        return CopySource(Extent(start, end - start), self.url, self.offset + start - self.extent.offset, self.version)
 
 
 @dataclass(frozen=True, slots=True)
-class Part:
+class UploadPart:
     """A part of an upload."""
 
     extent: Extent
     """Its range of the file."""
-    place: Place | None = None
-    """The place of the same range, for the server to copy. None: the part is sent."""
+    source: CopySource | None = None
+    """The source of the same range, for the server to copy. None: the part is sent."""
 
 
 def is_possible(source: Store, target: Store) -> bool:
@@ -97,39 +97,39 @@ def versions_in(store: Store) -> dict[str, str]:
     return {full.removeprefix(f"{store.prefix}/"): version for full, version in listed if version}
 
 
-def plan_parts(nbytes: int, places: Iterable[Place]) -> list[Part]:
+def plan_parts(nbytes: int, sources: Iterable[CopySource]) -> list[UploadPart]:
     """Divide a file into the parts of an upload. Pure.
 
-    Every part has at least the minimum size, except the last. Places that are neighbors in both files are joined. A
-    gap between places that is too short takes bytes of the place after it; a place that is then too short is sent.
+    Every part has at least the minimum size, except the last. Sources that are neighbors in both files are joined.
+    A gap between sources that is too short takes bytes of the source after it. A source that is then too short is sent.
 
     Args:
-        places: in rising order, without overlap.
+        sources: in rising order, without overlap.
     """
     least = align_up(max(_MIN_NBYTES, -(-nbytes // _MAX_PARTS)), 2**20)
-    parts, done = list[Part](), 0
-    for place in _joined(places):
-        start = place.extent.offset
+    parts, done = list[UploadPart](), 0
+    for source in _joined(sources):
+        start = source.extent.offset
         if done < start < done + least:
             start = done + least
-        if place.extent.end - start < (1 if place.extent.end == nbytes else least):
+        if source.extent.end - start < (1 if source.extent.end == nbytes else least):
             continue
-        parts += [Part(Extent(low, high - low)) for low, high in _split(done, start, least)]
-        ranges = _split(start, place.extent.end, least)
-        parts += [Part(Extent(low, high - low), place.part(low, high)) for low, high in ranges]
-        done = place.extent.end
-    return parts + [Part(Extent(low, high - low)) for low, high in _split(done, nbytes, least)]
+        parts += [UploadPart(Extent(low, high - low)) for low, high in _split(done, start, least)]
+        ranges = _split(start, source.extent.end, least)
+        parts += [UploadPart(Extent(low, high - low), source.part(low, high)) for low, high in ranges]
+        done = source.extent.end
+    return parts + [UploadPart(Extent(low, high - low)) for low, high in _split(done, nbytes, least)]
 
 
-def _joined(places: Iterable[Place]) -> list[Place]:
-    joined: list[Place] = []
-    for place in places:
-        if joined and joined[-1].extent.end == place.extent.offset:
-            longer = joined[-1].part(joined[-1].extent.offset, place.extent.end)
-            if longer.part(place.extent.offset, place.extent.end) == place:
+def _joined(sources: Iterable[CopySource]) -> list[CopySource]:
+    joined: list[CopySource] = []
+    for source in sources:
+        if joined and joined[-1].extent.end == source.extent.offset:
+            longer = joined[-1].part(joined[-1].extent.offset, source.extent.end)
+            if longer.part(source.extent.offset, source.extent.end) == source:
                 joined[-1] = longer
                 continue
-        joined.append(place)
+        joined.append(source)
     return joined
 
 
@@ -143,8 +143,8 @@ def _split(start: int, end: int, least: int) -> Iterator[tuple[int, int]]:
 class PartCopies:
     """Uploads the files of one output, and lets the server copy parts. Thread-safe."""
 
-    def __init__(self, find: Callable[[str], Sequence[Place]]) -> None:
-        """Take the function that returns the places of a file of the output, in rising order, without overlap."""
+    def __init__(self, find: Callable[[str], Sequence[CopySource]]) -> None:
+        """Take the function that returns the sources of a file of the output, in rising order, without overlap."""
         self._find = find
         self._lock = threading.Lock()
         self._boto: Any = None
@@ -156,7 +156,7 @@ class PartCopies:
     def upload(
         self, root: str, full: str, name: str, file: Path, num_streams: int, check: Callable[[], None]
     ) -> Version | None:
-        """Upload a local file whole, as `WritableClient.upload` does; return None, and send nothing, without a place.
+        """Upload a local file whole, as `WritableClient.upload` does; return None, and send nothing, without a source.
 
         Args:
             root: URL of the bucket.
@@ -167,7 +167,7 @@ class PartCopies:
             RequestError: the upload may have been carried out, or may be carried out later; with the same bytes.
         """
         parts = plan_parts(file.stat().st_size, self._find(name))
-        if not any(part.place is not None and part.place.url not in self._lost for part in parts):
+        if not any(part.source is not None and part.source.url not in self._lost for part in parts):
             return None
         target = {"Bucket": root.removeprefix("s3://"), "Key": full}
         return self._send(target, f"{root}/{full}", file, parts, num_streams, check)
@@ -177,7 +177,7 @@ class PartCopies:
         target: Mapping[str, str],
         location: str,
         file: Path,
-        parts: Sequence[Part],
+        parts: Sequence[UploadPart],
         num_streams: int,
         check: Callable[[], None],
     ) -> Version:
@@ -185,7 +185,7 @@ class PartCopies:
         begun = _persistent(lambda: client.create_multipart_upload(**target), location)
         upload = {**target, "UploadId": begun["UploadId"]}
 
-        def complete(item: tuple[int, Part]) -> dict[str, Any]:
+        def complete(item: tuple[int, UploadPart]) -> dict[str, Any]:
             number, part = item
             check()
             content = os.pread(stream.fileno(), part.extent.nbytes, part.extent.offset)
@@ -208,39 +208,39 @@ class PartCopies:
         )
         return {"e_tag": ended["ETag"]}
 
-    def _copied(self, upload: Mapping[str, Any], part: Part, content: bytes) -> str | None:
+    def _copied(self, upload: Mapping[str, Any], part: UploadPart, content: bytes) -> str | None:
         """Let the server copy a part; return its ETag, or None if the part must be sent.
 
         Args:
             upload: arguments that name the part of the upload.
             content: the part's own bytes.
         """
-        place = part.place
-        if place is None or place.url in self._lost:
+        source = part.source
+        if source is None or source.url in self._lost:
             return None
-        bucket, _, key = place.url.removeprefix("s3://").partition("/")
+        bucket, _, key = source.url.removeprefix("s3://").partition("/")
         request = {
             "CopySource": {"Bucket": bucket, "Key": key},
-            "CopySourceRange": f"bytes={place.offset}-{place.offset + part.extent.nbytes - 1}",
-            "CopySourceIfMatch": place.version,
+            "CopySourceRange": f"bytes={source.offset}-{source.offset + part.extent.nbytes - 1}",
+            "CopySourceIfMatch": source.version,
         }
         try:
-            copied = _translated(lambda: self._client().upload_part_copy(**upload, **request), place.url)
+            copied = _translated(lambda: self._client().upload_part_copy(**upload, **request), source.url)
         except RequestError as error:
-            self._lose(place, str(error))
+            self._lose(source, str(error))
             return None
         tag = str(copied.get("CopyPartResult", {}).get("ETag", ""))
         if tag.strip('"') != hashlib.md5(content, usedforsecurity=False).hexdigest():
-            self._lose(place, f"{place.url}: a copied part has another MD5, or the server reports none")
+            self._lose(source, f"{source.url}: a copied part has another MD5, or the server reports none")
             return None
         with self._lock:
             self.nbytes += part.extent.nbytes
         return tag
 
-    def _lose(self, place: Place, why: str) -> None:
+    def _lose(self, source: CopySource, why: str) -> None:
         with self._lock:
-            is_new = place.url not in self._lost
-            self._lost.add(place.url)
+            is_new = source.url not in self._lost
+            self._lost.add(source.url)
         if is_new:
             getLogger("relayout").warning("relayout: not copied by the server, but sent: %s", why)
 

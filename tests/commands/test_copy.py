@@ -667,13 +667,13 @@ def test_damage_of_the_source_is_found_where_its_bytes_are_needed(source: Path, 
 @pytest.fixture
 def server(source: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[s3_server.Server]:
     """A server of S3 with the older version; parts are small, as the files are."""
-    monkeypatch.setattr(part_copies, "_MIN_NBYTES", 2**20)
+    monkeypatch.setattr(part_copies, "_MIN_NBYTES", 2**17)
     monkeypatch.setattr(connect, "RETRY_SECONDS", 0.0)
     with s3_server.running() as server:
         for name, value in s3_server.environment(server).items():
             monkeypatch.setenv(name, value)
-        for path in (source / "ranks").iterdir():
-            server.put("models", f"old/{path.name}", path.read_bytes())
+        for name, blob in content(source / "ranks").items():
+            server.put("models", f"old/{name}", blob)
         yield server
 
 
@@ -737,14 +737,14 @@ def test_an_older_version_in_a_bucket_that_changes_or_lies_gives_no_wrong_byte(
         if is_copied(request):
             for name, blob in stored(server, "old/").items():
                 if name.endswith(".safetensors"):
-                    server.put("models", f"old/{name}", bytes(byte ^ 0xFF for byte in blob))
+                    server.put("models", f"old/{name}", (~np.frombuffer(blob, np.uint8)).tobytes())
             server.interfere = lambda request: None
         return None
 
     for name, blob in content(tuned / "ranks").items():
-        damaged = bytearray(blob)
-        damaged[:: 2**19] = bytes(byte ^ 1 for byte in damaged[:: 2**19])
-        server.put("models", f"lies/{name}", bytes(damaged) if name.endswith(".safetensors") else blob)
+        damaged = np.frombuffer(blob, np.uint8).copy()
+        damaged[:: 2**16] ^= 1  # In each part.
+        server.put("models", f"lies/{name}", damaged.tobytes() if name.endswith(".safetensors") else blob)
     server.interfere = replace
     for old in ("old", "lies"):
         done = relayout.copy(tuned / "ranks", f"s3://models/after-{old}", reuse=f"s3://models/{old}")
@@ -760,8 +760,8 @@ def test_after_a_failure_the_same_command_goes_on_and_an_upload_of_somebody_else
     server.uploads["theirs"] = "models", "new/model-rank-3-part-0.safetensors", {}
 
     def refuse(request: s3_server.Request) -> s3_server.Answer | None:
-        ends = request.method == "POST" and "uploadId" in request.query and "rank-3" in request.key
-        return s3_server.error(403, "AccessDenied") if ends else None
+        is_last = "rank-3" in request.key and request.method in ("POST", "PUT") and "partNumber" not in request.query
+        return s3_server.error(403, "AccessDenied") if is_last else None
 
     server.interfere = refuse
     with pytest.raises(OSError, match="access denied"):

@@ -10,7 +10,9 @@ object that was replaced, a wrong index and a server that ignores condition or r
 Trusted is what an upload trusts, too: that the server stores what it reports.
 
 S3 computes the MD5 of each part (S3 User Guide, "Checking object integrity"), but reports other values with encryption
-by KMS or by a customer's key. SeaweedFS 4.48 reports the MD5 of sent parts only. There, every part is sent.
+by KMS or by a customer's key. SeaweedFS 4.48 reports the MD5 of sent parts only. There, every part is sent. Cloudflare
+R2 requires parts of one size (R2 documentation, "Multipart upload"), and refuses the upload. The file is then uploaded
+as others are. A refused upload that completes late does no harm: it has only parts with the file's own bytes.
 """
 
 from __future__ import annotations
@@ -29,7 +31,7 @@ from logging import getLogger
 from pathlib import Path
 from typing import Any, TypeVar
 
-from relayout.core.extents import Extent, align_up
+from relayout.core.extents import Extent
 from relayout.storage.cloud import connect
 from relayout.storage.cloud.failures import persistent, request_error, texts_of
 from relayout.storage.cloud.store import CloudStore, Version
@@ -106,7 +108,7 @@ def plan_parts(nbytes: int, sources: Iterable[CopySource]) -> list[UploadPart]:
     Args:
         sources: in rising order, without overlap.
     """
-    least = align_up(max(_MIN_NBYTES, -(-nbytes // _MAX_PARTS)), 2**20)
+    least = max(_MIN_NBYTES, -(-nbytes // _MAX_PARTS))
     parts, done = list[UploadPart](), 0
     for source in _joined(sources):
         start = source.extent.offset
@@ -150,27 +152,37 @@ class PartCopies:
         self._boto: Any = None
         self._lost: set[str] = set()
         """URLs of objects of which a copy failed or differed. They are not tried again."""
+        self._is_over = False
+        """True once such an upload failed: the service does not support it. Nothing is copied any more."""
+        self._has_warned = False
         self.nbytes = 0
         """Bytes that the server has copied."""
 
     def upload(
         self, root: str, full: str, name: str, file: Path, num_streams: int, check: Callable[[], None]
     ) -> Version | None:
-        """Upload a local file whole, as `WritableClient.upload` does; return None, and send nothing, without a source.
+        """Upload a local file whole, as `WritableClient.upload` does; return None if that must upload the file.
+
+        None means that no source is left, or that the service has refused the upload. The service may still carry that
+        out, or may have done so: with the bytes of the file.
 
         Args:
             root: URL of the bucket.
             full: name of the object.
             name: name of the file in the output.
-
-        Raises:
-            RequestError: the upload may have been carried out, or may be carried out later; with the same bytes.
         """
+        if self._is_over:
+            return None
         parts = plan_parts(file.stat().st_size, self._find(name))
         if not any(part.source is not None and part.source.url not in self._lost for part in parts):
             return None
         target = {"Bucket": root.removeprefix("s3://"), "Key": full}
-        return self._send(target, f"{root}/{full}", file, parts, num_streams, check)
+        try:
+            return self._send(target, f"{root}/{full}", file, parts, num_streams, check)
+        except RequestError as error:
+            self._is_over = True
+            self._warn(str(error))
+            return None
 
     def _send(
         self,
@@ -198,14 +210,12 @@ class PartCopies:
 
         try:
             with file.open("rb", buffering=0) as stream, ThreadPoolExecutor(num_streams) as pool:
-                done = list(pool.map(complete, enumerate(parts, 1)))
+                done = {"Parts": list(pool.map(complete, enumerate(parts, 1)))}
+            ended = _persistent(lambda: client.complete_multipart_upload(**upload, MultipartUpload=done), location)
         except BaseException:
             with suppress(RequestError):  # This upload was begun above.
                 _translated(lambda: client.abort_multipart_upload(**upload), location)
             raise
-        ended = _persistent(
-            lambda: client.complete_multipart_upload(**upload, MultipartUpload={"Parts": done}), location
-        )
         return {"e_tag": ended["ETag"]}
 
     def _copied(self, upload: Mapping[str, Any], part: UploadPart, content: bytes) -> str | None:
@@ -227,7 +237,7 @@ class PartCopies:
         try:
             copied = _translated(lambda: self._client().upload_part_copy(**upload, **request), source.url)
         except RequestError as error:
-            self._lose(source, str(error))
+            self._lose(source, f"{source.url}: was replaced meanwhile" if error.status == 412 else str(error))
             return None
         tag = str(copied.get("CopyPartResult", {}).get("ETag", ""))
         if tag.strip('"') != hashlib.md5(content, usedforsecurity=False).hexdigest():
@@ -239,10 +249,15 @@ class PartCopies:
 
     def _lose(self, source: CopySource, why: str) -> None:
         with self._lock:
-            is_new = source.url not in self._lost
             self._lost.add(source.url)
-        if is_new:
-            getLogger("relayout").warning("relayout: not copied by the server, but sent: %s", why)
+        self._warn(why)
+
+    def _warn(self, why: str) -> None:
+        """Log the first reason for which bytes are sent."""
+        with self._lock:
+            is_first, self._has_warned = not self._has_warned, True
+        if is_first:
+            getLogger("relayout").warning("relayout: not all equal bytes are copied by the server, but sent: %s", why)
 
     def _client(self) -> Any:
         """Return boto3's client, with the settings that obstore has."""

@@ -164,9 +164,10 @@ def measure(scratch: Path, layers: int, runs: int, rate: float, tell: Tell) -> I
 def measure_bucket(scratch: Path, layers: int, tell: Tell) -> Iterator[dict[str, Any]]:
     """Rows of the table of copies into a bucket, one for each change.
 
-    The degrees are a quarter of those of the other table: a model of this size then has files with ranges that are as
-    large as the parts of an upload.
+    The model has four times as many layers as in the other table, and a quarter of the ranks: with smaller files, most
+    equal ranges would be shorter than a part of an upload.
     """
+    layers *= 4
     with s3_server.running() as server, environ(s3_server.environment(server)):
         server.checks_parts = True
         before = tensors_of(layers)

@@ -246,7 +246,20 @@ def test_whatever_the_server_does_the_object_is_the_file(
     assert server.requests == []
 
 
-def test_a_place_with_one_wrong_bit_is_sent(server: Server, old: bytes, file: Path) -> None:
+@pytest.mark.parametrize("status", [301, 307])
+def test_a_redirect_of_a_named_endpoint_is_not_followed(server: Server, file: Path, status: int) -> None:
+    headers = {"Location": f"{server.url}/stolen/weights", "x-amz-bucket-region": "eu-west-1"}
+
+    def redirect(request: Request) -> Answer | None:
+        return Answer(status, error(status, "PermanentRedirect").body, headers) if is_copy(request) else None
+
+    server.interfere = redirect
+    upload(copies(), file)
+    assert server.objects["models", "v2/weights"].content == file.read_bytes()
+    assert {request.bucket for request in server.requests} == {"models"}
+
+
+def test_a_source_with_one_wrong_bit_is_sent(server: Server, old: bytes, file: Path) -> None:
     server.put("models", KEY, old[: 7 * MIB] + bytes([old[7 * MIB] ^ 1]) + old[7 * MIB + 1 :])
     made = copies()
     upload(made, file)

@@ -109,6 +109,8 @@ class Copied(Result):
     """Bytes of files that an earlier, interrupted copy had finished. They were not copied again."""
     reused_nbytes: int
     """Bytes of the rank files that were read from an older folder instead of the source."""
+    shared_nbytes: int
+    """Those of them that were not written either: the output shares their blocks with the older folder (reflinks)."""
     copied_nbytes: int
     """Bytes of the rank files that the server of a bucket copied from an older folder, so that they were not sent."""
     seconds: float
@@ -410,6 +412,7 @@ def copy_from(
         nbytes=nbytes,
         resumed_nbytes=resumed_nbytes,
         reused_nbytes=0 if reuse is None else reuse.nbytes,
+        shared_nbytes=0 if reuse is None else reuse.shared_nbytes,
         copied_nbytes=0 if copies is None else copies.nbytes,
         seconds=time.monotonic() - started,
         peak_nbytes=peak_nbytes(),
@@ -493,6 +496,10 @@ class _Copying:
         blocks = piece.aligned()  # The output is written in aligned blocks.
         there = memory.bytes.reserve(blocks.nbytes)
         view = there[piece.offset - blocks.offset : piece.end - blocks.offset]
+        if self._reuse is not None:
+            with self._outputs.use(index) as output:
+                if self._reuse.clone(self._numbers[index], piece, output, view):
+                    return piece.nbytes
         is_proven = self._reused(index, piece, view, memory.scratch)
         if not is_proven:
             with self._inputs.use(index) as opened:

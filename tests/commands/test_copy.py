@@ -24,7 +24,7 @@ from support.bits import flip
 from support.faults import environment
 from support.holes import never_write
 from support.models import as_integers, expected_slice, llama_files, read_tensors
-from support.mounts import mounted_tmpfs
+from support.mounts import mounted_tmpfs, mounted_xfs
 from support.profile import IS_LONG
 from support.trees import content
 from typer.testing import CliRunner
@@ -659,6 +659,35 @@ def test_damage_of_the_source_is_found_where_its_bytes_are_needed(source: Path, 
     assert after[0] == before[0]
     relayout.copy(damaged, tmp_path / "out", reuse=source / "ranks")
     assert content(tmp_path / "out") == content(tuned / "ranks")
+
+
+def space(folder: Path) -> int:
+    """Bytes in use on a file system."""
+    os.sync()
+    status = os.statvfs(folder)
+    return (status.f_blocks - status.f_bfree) * status.f_frsize
+
+
+def test_on_a_file_system_with_reflinks_equal_chunks_take_no_space(source: Path, tuned: Path, tmp_path: Path) -> None:
+    with mounted_xfs(tmp_path / "xfs") as place:
+        old = Path(shutil.copytree(source / "ranks", place / "old"))
+        before = space(place)
+        done = relayout.copy(tuned / "ranks", place / "out", reuse=old)
+        assert content(place / "out") == content(tuned / "ranks")
+        assert 0.2 * done.nbytes < done.shared_nbytes <= done.reused_nbytes
+        assert space(place) - before < done.nbytes - done.shared_nbytes + 2**20
+        for path in old.glob("*.safetensors"):  # Written to later: the copy keeps its bytes.
+            path.write_bytes(b"")
+            with path.open("r+b") as stream:
+                stream.write((~np.frombuffer((source / "ranks" / path.name).read_bytes(), np.uint8)).tobytes())
+        assert content(place / "out") == content(tuned / "ranks")
+        lying = Path(shutil.copytree(tuned / "ranks", place / "lying"))
+        for path in lying.glob("*.safetensors"):
+            for offset in range(0, path.stat().st_size, 2**20):
+                flip(path, min(offset + 12_345, path.stat().st_size - 1))
+        done = relayout.copy(tuned / "ranks", place / "again", reuse=lying)
+        assert content(place / "again") == content(tuned / "ranks")
+        assert done.shared_nbytes == 0
 
 
 # An older version in the bucket, of which the server copies parts.

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import errno
 import json
+import mmap
+import os
 from collections.abc import Iterator, Mapping
 from dataclasses import replace
 from pathlib import Path
@@ -266,9 +268,9 @@ class Sharing:
     def clone(self, source: int, source_offset: int, offset: int, view: memoryview) -> bool:
         self.asked.append(offset)
         if self.is_able:
-            with open(f"/proc/self/fd/{source}", "rb") as file:  # The descriptor itself may be one of direct I/O.
-                file.seek(source_offset)
-                file.readinto(view)
+            with mmap.mmap(-1, view.nbytes) as aligned:  # The descriptor may be one of direct I/O.
+                assert os.preadv(source, [aligned], source_offset) == view.nbytes
+                view[:] = aligned[:]
             view[100] ^= self.damage
         return self.is_able
 

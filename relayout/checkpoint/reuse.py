@@ -327,7 +327,7 @@ class Reuse(Closable):
         self.nbytes = 0
         """Bytes of the older folder that were verified and used so far."""
         self.shared_nbytes = 0
-        """Those of them whose blocks the new files share."""
+        """Bytes of `nbytes` that were not written: the new files share their blocks."""
 
     def clone(self, number: int, extent: Extent, output: WritableFile, view: memoryview) -> bool:
         """Let a chunk of a new file share the blocks of an older file, if one has all of its bytes, and verify it.

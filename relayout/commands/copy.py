@@ -110,7 +110,7 @@ class Copied(Result):
     reused_nbytes: int
     """Bytes of the rank files that were read from an older folder instead of the source."""
     shared_nbytes: int
-    """Those of them that were not written either: the output shares their blocks with the older folder (reflinks)."""
+    """Bytes of `reused_nbytes` that were not written: the output shares blocks with the older folder (reflinks)."""
     copied_nbytes: int
     """Bytes of the rank files that the server of a bucket copied from an older folder, so that they were not sent."""
     seconds: float

@@ -14,7 +14,8 @@ under one of these conditions, in this order:
 
 **The plan is a guess, and proves nothing.** The older folder may be damaged, may change while it is read, and its index
 may be wrong or hostile. So `Reuse.fill` compares each chunk that has bytes of the older folder with the chunk's digest
-in the new checkpoint, in the memory that is then written. If the digest differs, or the older folder cannot be read,
+in the new checkpoint, in the memory that is then written. `Reuse.clone` lets a chunk of a new file share the blocks of
+an older one, and compares what the new file then contains. If the digest differs, or the older folder cannot be read,
 the whole chunk comes from the source. No file is linked or moved: the older folder is only read.
 """
 
@@ -33,12 +34,12 @@ import numpy.typing as npt
 
 from relayout.checkpoint.converted import read_chunk_digests, read_packed_digests, read_table
 from relayout.core.digests import DIGEST_NBYTES, PROOF_NBYTES, proof_hex
-from relayout.core.extents import Extent, Grid
+from relayout.core.extents import BLOCK, Extent, Grid
 from relayout.core.slices import Slice
 from relayout.errors import FormatError
 from relayout.format.index import Manifest, RankTable, TensorKind, chunks_over
 from relayout.storage.reading import OpenFiles
-from relayout.storage.stores import Access, Closable, ReadableFile, Store
+from relayout.storage.stores import Access, Closable, ReadableFile, Store, WritableFile
 from relayout.storage.system import Buffer
 
 _MIN_NBYTES = 2**16
@@ -321,8 +322,42 @@ class Reuse(Closable):
         self._lock = threading.Lock()
         self._lost: set[int] = set()
         """Older files that could not be read; they are not tried again."""
+        self._can_clone = True
+        """False once a chunk could not share blocks: the file system does not support it."""
         self.nbytes = 0
         """Bytes of the older folder that were verified and used so far."""
+        self.shared_nbytes = 0
+        """Bytes of `nbytes` that were not written: the new files share their blocks."""
+
+    def clone(self, number: int, extent: Extent, output: WritableFile, view: memoryview) -> bool:
+        """Let a chunk of a new file share the blocks of an older file, if one has all of its bytes, and verify it.
+
+        Args:
+            number: of the new file, which is `output`.
+            extent: of the chunk, in whole blocks. For another one nothing is done.
+            view: memory for the bytes.
+
+        Returns:
+            True: `output` has the chunk, verified by the digest in the new checkpoint's index. False: the content of
+                `view`, and of the chunk in `output`, is undefined.
+        """
+        proof, found = self._find_proof(number, extent), self._within(number, extent)
+        if not self._can_clone or proof is None or len(found) != 1 or found[0].extent != extent:
+            return False
+        (one,) = found
+        if one.offset % BLOCK or extent.offset % BLOCK or extent.nbytes % BLOCK or not extent.offset:
+            return False
+
+        def clone(opened: ReadableFile) -> None:
+            source = opened.fileno()
+            self._can_clone = source is not None and output.clone(source, one.offset, extent.offset, view)
+
+        if not self._use(one.file, clone) or not self._can_clone or proof_hex(view) != proof:
+            return False
+        with self._lock:
+            self.nbytes += extent.nbytes
+            self.shared_nbytes += extent.nbytes
+        return True
 
     def fill(
         self, number: int, extent: Extent, view: memoryview, scratch: Buffer, rest: Callable[[Extent, memoryview], None]
@@ -354,6 +389,11 @@ class Reuse(Closable):
         with self._lock:
             self.nbytes += sum(one.extent.nbytes for one in found)
         return True
+
+    def taken(self, name: str) -> list[tuple[Taken, str]]:
+        """Return the ranges of a new file that older files are expected to contain, and the names of these files."""
+        numbers = [number for number in self._plan if self._new.manifest.files[number].name == name]
+        return [(one, self._old.manifest.files[one.file].name) for number in numbers for one in self._plan[number]]
 
     def fill_chunks(
         self, number: int, extent: Extent, view: memoryview, scratch: Buffer, rest: Callable[[Extent, memoryview], None]
@@ -396,16 +436,21 @@ class Reuse(Closable):
 
     def _read(self, taken: Taken, view: memoryview, scratch: Buffer) -> bool:
         """Read a range of an older file; return False if it cannot be read."""
-        if taken.file in self._lost:
+        wanted = Extent(taken.offset, taken.extent.nbytes)
+        return self._use(taken.file, lambda opened: read_into(opened, wanted, view, scratch))
+
+    def _use(self, number: int, act: Callable[[ReadableFile], None]) -> bool:
+        """Call a function with an open older file; return False if the file cannot be read."""
+        if number in self._lost:
             return False
         try:
-            with self._files.use(taken.file) as opened:
-                read_into(opened, Extent(taken.offset, taken.extent.nbytes), view, scratch)
+            with self._files.use(number) as opened:
+                act(opened)
         except (FormatError, OSError) as error:
             with self._lock:
                 # A FormatError concerns one file. A failing drive or server would delay each chunk, so all files are
                 # given up.
-                self._lost |= {taken.file} if isinstance(error, FormatError) else self._old.proofs.keys()
+                self._lost |= {number} if isinstance(error, FormatError) else self._old.proofs.keys()
             getLogger("relayout").warning("relayout: not reused, and copied from the source: %s", error)
             return False
         return True

@@ -87,6 +87,10 @@ def copied(done: Copied) -> Iterator[Block]:
         yield Line(f"{decimal(done.resumed_nbytes)} of it was done by an interrupted copy")
     if done.reused_nbytes:
         yield Line(f"{decimal(done.reused_nbytes)} of it came from an older version, and was not read from the source")
+    if done.shared_nbytes:
+        yield Line(f"{decimal(done.shared_nbytes)} of it shares blocks with the older version, and takes no space")
+    if done.copied_nbytes:
+        yield Line(f"{decimal(done.copied_nbytes)} of it was copied by the server from an older version, and not sent")
 
 
 def units(done: ConvertedUnits) -> Iterator[Block]:

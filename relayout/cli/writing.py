@@ -251,7 +251,8 @@ def copy(
         typer.Option(
             "--reuse",
             metavar="OLD",
-            help="An older version near DST: bytes that it has are not read from SRC. With --force: DST itself.",
+            help="An older version near DST: bytes that it has are not read from SRC; in S3 the server copies them."
+            " With --force: DST itself.",
         ),
     ] = None,
     trust: TrustOption = None,

@@ -7,9 +7,10 @@ from __future__ import annotations
 
 import os
 import time
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 
 from relayout.checkpoint.converted import (
@@ -29,7 +30,7 @@ from relayout.checkpoint.converted import (
     sizes_of,
 )
 from relayout.checkpoint.delta import DeltaStore, Paths, read_deltas, with_deltas
-from relayout.checkpoint.reuse import Contents, Reuse, read_into
+from relayout.checkpoint.reuse import Contents, Reuse, Taken, read_into
 from relayout.checkpoint.trust import Trust, policy_over, trusted
 from relayout.conversion.resume import other_option
 from relayout.conversion.run import DEFAULT_MEMORY, DEFAULT_THREADS, share_memory
@@ -57,6 +58,7 @@ from relayout.publish.folder import remove_leftovers
 from relayout.publish.output import Output, Work
 from relayout.publish.publishers import StoreDestination
 from relayout.reporting import Progress, Result, reporting
+from relayout.storage.cloud.part_copies import CopySource, PartCopies, is_possible, versions_in
 from relayout.storage.reading import OpenFiles
 from relayout.storage.stores import Access, ReadableFile, Store, WritableFile, find_input, find_store, scheme_of
 from relayout.storage.system import Buffer, peak_nbytes
@@ -106,7 +108,11 @@ class Copied(Result):
     resumed_nbytes: int
     """Bytes of files that an earlier, interrupted copy had finished. They were not copied again."""
     reused_nbytes: int
-    """Bytes of the rank files that came from an older folder instead of the source."""
+    """Bytes of the rank files that were read from an older folder instead of the source."""
+    shared_nbytes: int
+    """Bytes of `reused_nbytes` that were not written: the output shares blocks with the older folder (reflinks)."""
+    copied_nbytes: int
+    """Bytes of the rank files that the server of a bucket copied from an older folder, so that they were not sent."""
     seconds: float
     peak_nbytes: int
     """Peak resident memory of the process, in bytes."""
@@ -179,8 +185,9 @@ def copy(
         output: the folder or prefix to create. It appears complete or not at all; its manifest lists its ranks.
         ranks: ranks, such as range(4) or "0-3". None: all that the folder has.
         reuse: an older version of the converted folder, or its URL, near the output. Bytes that it contains are read
-            from there instead of from `path`, and compared with the digests of `path`. Never written to. None: with
-            `force`, the local output that is replaced; otherwise nothing is reused.
+            from there instead of from `path`, and compared with the digests of `path`; if only `path` is local, they
+            are read there. If both this folder and the output are in S3, the server copies them, and they are not
+            sent. Never written to. None: with `force`, the output that is replaced; otherwise nothing is reused.
         force: replace an output that relayout wrote, or discard an interrupted copy with other contents.
         trust: policy of accepted signers, as for `load`.
         threads: threads that read, hash and write.
@@ -202,26 +209,53 @@ def copy(
         (0, 1, 2, 3)
     """
     source = trusted(find_input(path).snapshot(), trust)
-    older = _find_older(reuse, output, force=force)
+    older = _find_older(source, reuse, output, force=force)
     return copy_from(source, [source], output, ranks, force, threads, memory, progress, scratch, older)
 
 
+@dataclass(frozen=True, slots=True)
+class Older:
+    """An older folder to reuse bytes of."""
+
+    store: Store
+    contents: Contents
+    versions: Mapping[str, str] | None
+    """ETags of its objects by name, for the output's server to copy from. None: that server cannot."""
+    is_read: bool
+    """True if bytes are read from it instead of from the source."""
+
+    def copy_source(self, taken: Taken, name: str) -> CopySource | None:
+        """Return a range in the older file `name` for the server to copy; None if the file's version is unknown."""
+        version = None if self.versions is None else self.versions.get(name)
+        return None if version is None else CopySource(taken.extent, self.store.location(name), taken.offset, version)
+
+
 def _find_older(
-    reuse: str | os.PathLike[str] | None, output: str | os.PathLike[str], *, force: bool
-) -> tuple[Store, Contents] | None:
-    """Return the older folder to reuse bytes from, with its index; None if no folder can be used."""
+    source: Store, reuse: str | os.PathLike[str] | None, output: str | os.PathLike[str], *, force: bool
+) -> Older | None:
+    """Return the older folder to reuse bytes from; None if no folder can be used."""
+    target = find_store(output)
     if reuse is not None:
         store = find_input(reuse).snapshot()
-        manifest = read_manifest(store)
-        return store, Contents.read(store, manifest, manifest.holders)
-    store = find_store(output)
-    if not force or store.cost.is_remote:
+        contents = _contents_of(store, read_manifest(store))
+        versions = versions_in(store) if is_possible(store, target) else None
+        return Older(store, contents, versions, source.cost.is_remote or not store.cost.is_remote)
+    if not force or (target.cost.is_remote and not is_possible(target, target)):
         return None
     try:  # A damaged output is not an error here: it will be replaced.
+        store = target.snapshot()
         found = find_manifest(store)
-        return None if found is None else (store, Contents.read(store, found, found.holders))
+        if found is None:
+            return None
+        contents = _contents_of(store, found)
+        # Reading objects that are replaced meanwhile would gain nothing over reading the source.
+        return Older(store, contents, versions_in(store) if target.cost.is_remote else None, not target.cost.is_remote)
     except (FormatError, OSError):
         return None
+
+
+def _contents_of(store: Store, manifest: Manifest) -> Contents:
+    return Contents.read(store, manifest, manifest.holders)
 
 
 def differences_from_copy(
@@ -330,13 +364,13 @@ def copy_from(
     memory: int | str,
     progress: Progress,
     scratch: str | os.PathLike[str] | None = None,
-    older: tuple[Store, Contents] | None = None,
+    older: Older | None = None,
 ) -> Copied:
     """Copy, like `copy`, from a store with files that do not change.
 
     Args:
         inputs: the stores that the bytes of `source` come from.
-        older: an older folder to reuse equal bytes from, and its index.
+        older: an older folder to reuse equal bytes from.
     """
     started = time.monotonic()
     target = find_store(output)
@@ -347,16 +381,20 @@ def copy_from(
     for store in inputs:
         place.check(store)
     nbytes = sum(file.nbytes for file in kept.files)
+    reuse = copies = None
+    if older is not None:
+        reuse = Reuse(Contents.read(source, manifest, kept.holders), older.store, older.contents)
+        copies = None if older.versions is None else PartCopies(partial(_copy_sources, older, reuse))
     work = Work(
         what=f"a copy of {source}",
         fingerprint=digest_hex(compact_json(["copy", digest_hex(blob), kept.present])),
         others=[*names_of(kept, record), SIGNATURE_NAME],
         modes=modes_of(inputs, [file.name for file in kept.files]),
         scratch=folder_text(scratch, "scratch"),
+        copies=copies,
     )
     with place.begin(work) as made:
-        reuse = None if older is None else Reuse(Contents.read(source, manifest, kept.holders), *older)
-        copying = _Copying(source, manifest, kept, made, reuse)
+        copying = _Copying(source, manifest, kept, made, reuse if older is not None and older.is_read else None)
         others_nbytes = sum(side.nbytes for side in record.side_files) + len(blob)
         resumed_nbytes = copying.copy_parts(
             threads, min(piece_nbytes, source.cost.request_nbytes), others_nbytes, progress
@@ -374,9 +412,17 @@ def copy_from(
         nbytes=nbytes,
         resumed_nbytes=resumed_nbytes,
         reused_nbytes=0 if reuse is None else reuse.nbytes,
+        shared_nbytes=0 if reuse is None else reuse.shared_nbytes,
+        copied_nbytes=0 if copies is None else copies.nbytes,
         seconds=time.monotonic() - started,
         peak_nbytes=peak_nbytes(),
     )
+
+
+def _copy_sources(older: Older, reuse: Reuse, name: str) -> list[CopySource]:
+    """Return the ranges of a file that a server may copy; see `PartCopies`."""
+    found = (older.copy_source(taken, older_name) for taken, older_name in reuse.taken(name))
+    return [source for source in found if source is not None]
 
 
 def _kept(folder: Store, ranks: Ranks) -> tuple[bytes, Manifest, Manifest]:
@@ -450,6 +496,10 @@ class _Copying:
         blocks = piece.aligned()  # The output is written in aligned blocks.
         there = memory.bytes.reserve(blocks.nbytes)
         view = there[piece.offset - blocks.offset : piece.end - blocks.offset]
+        if self._reuse is not None:
+            with self._outputs.use(index) as output:
+                if self._reuse.clone(self._numbers[index], piece, output, view):
+                    return piece.nbytes
         is_proven = self._reused(index, piece, view, memory.scratch)
         if not is_proven:
             with self._inputs.use(index) as opened:

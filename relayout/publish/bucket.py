@@ -49,6 +49,7 @@ from relayout.publish.claim import (
     release,
 )
 from relayout.publish.output import LocalOutput, Replaceable, Work, check_space, first_of, kept_note
+from relayout.storage.cloud.part_copies import PartCopies
 from relayout.storage.cloud.store import CloudStore, Version, WritableClient
 from relayout.storage.local.descriptors import HeldLock, OpenFolder, take_lock
 from relayout.storage.local.store import OutputFile
@@ -127,7 +128,7 @@ def begin(
             made = None  # The older output is lost, so the claim cannot be given up any more.
         files = LocalOutput(scratch, place, Modes())
         try:
-            output = BucketOutput(prefix, older.marker, claim, files, publishes=publishes)
+            output = BucketOutput(prefix, older.marker, claim, files, work.copies, publishes=publishes)
         except BaseException:
             files.folder.close()
             raise
@@ -233,10 +234,18 @@ class BucketOutput(ScratchOutput):
     """An output below a prefix, as written by one process; see `Output`."""
 
     def __init__(
-        self, prefix: Prefix, marker: str, claim: Claim, files: LocalOutput, *, publishes: bool = True
+        self,
+        prefix: Prefix,
+        marker: str,
+        claim: Claim,
+        files: LocalOutput,
+        copies: PartCopies | None = None,
+        *,
+        publishes: bool = True,
     ) -> None:
         super().__init__(files, 1, "relayout-upload")
         self._prefix = prefix
+        self._copies = copies
         self._publishes = publishes
         """True if this process publishes the output. Otherwise all files that it writes belong to parts."""
         self._marker = marker
@@ -351,10 +360,14 @@ class BucketOutput(ScratchOutput):
 
     def _upload(self, name: str, file: Sent, num_files: int) -> Sent:
         """Send a file from scratch, and delete it there."""
-        path, full = self._scratch.folder.path / name, self._prefix.full(name)
+        path, full, client = self._scratch.folder.path / name, self._prefix.full(name), self._prefix.client
+        num_streams, version = _NUM_STREAMS // num_files, None
         self.has_sent = True
         try:
-            version = self._prefix.client.upload(full, path, _NUM_STREAMS // num_files, self._check_going_on)
+            if self._copies is not None:
+                version = self._copies.upload(client.root, full, name, path, num_streams, self._check_going_on)
+            if version is None:
+                version = client.upload(full, path, num_streams, self._check_going_on)
         except RequestError:
             if not self._prefix.proves(name, file):  # The answer may have been lost.
                 raise

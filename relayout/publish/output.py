@@ -15,13 +15,16 @@ from collections.abc import Callable, Collection, Iterable, Mapping
 from contextlib import suppress
 from dataclasses import astuple, dataclass, field, replace
 from pathlib import Path
-from typing import Protocol
+from typing import TYPE_CHECKING, Protocol
 
 from relayout.core.digests import digest_hex
 from relayout.errors import FormatError, PlanError, shown
 from relayout.storage.local.descriptors import OpenFolder, rename, restrict, with_path
 from relayout.storage.local.store import OutputFile
 from relayout.storage.stores import Modes, Store, WritableFile
+
+if TYPE_CHECKING:
+    from relayout.storage.cloud.part_copies import PartCopies
 
 _IN_THE_WAY = {errno.EEXIST, errno.ENOTEMPTY, errno.ENOTDIR}
 """Error numbers of the last rename if another file or folder was created at the output meanwhile."""
@@ -145,6 +148,8 @@ class Work:
     only after the publishing process has begun the output."""
     scratch: str | Path | None = None
     """Folder for files to be uploaded to a bucket. None: the system's folder of temporary files."""
+    copies: PartCopies | None = None
+    """For a bucket: uploads of files whose parts the server copies from other objects. None: all bytes are sent."""
 
 
 def marked(name: str, mark: str) -> str:

@@ -285,7 +285,7 @@ def if_there(call: Callable[[], Found]) -> Found | None:
 
 
 class WritableFile(Closable, Protocol):
-    """A file of known length, open for writing. Thread-safe. Each byte is written at most once.
+    """A file of known length, open for writing. Thread-safe. Each byte is written at most once, or cloned before.
 
     Offsets rise, except among concurrent writes. A store that needs a stream must delay writes that arrive too early. A
     local file accepts any order.
@@ -295,6 +295,21 @@ class WritableFile(Closable, Protocol):
         """Write `view` at `offset`. `address` is its memory address modulo 4096.
 
         The caller reuses the memory after the call.
+        """
+
+    def clone(self, source: int, source_offset: int, offset: int, view: memoryview) -> bool:
+        """Let a range at `offset` share the blocks of an open file, without a copy, and read it back into `view`.
+
+        Args:
+            source: descriptor of the open file.
+            source_offset: offset of the range there.
+
+        Returns:
+            True: the range and `view` have equal bytes, which no later write to the other file changes. False: it is
+                impossible here, and the content of both is undefined.
+
+        Raises:
+            OSError: reading failed.
         """
 
 

@@ -11,10 +11,12 @@ from __future__ import annotations
 
 import ctypes
 import errno
+import fcntl
 import mmap
 import os
 import re
 import resource
+import struct
 import sys
 import time
 from collections.abc import Iterator
@@ -38,6 +40,8 @@ _POPULATE_READ, _POPULATE_WRITE = 22, 23
 """MADV_POPULATE_READ and MADV_POPULATE_WRITE of `asm-generic/mman-common.h` (Linux 5.14)."""
 _CACHESTAT = 451
 """The system call number of cachestat(2) in every architecture that has it (Linux 6.5)."""
+_CLONE_RANGE = 0x4020940D
+"""FICLONERANGE of `linux/fs.h`: _IOW(0x94, 13, struct file_clone_range)."""
 _READ_AHEAD_NBYTES = 8 * 2**20
 """Read-ahead window used if the system does not report one. Larger than the defaults of file systems."""
 _MOUNTS = Path("/proc/self/mountinfo")
@@ -81,6 +85,20 @@ def allocate(fd: int, nbytes: int) -> None:
     # Not os.posix_fallocate: if the file system cannot allocate, the C library writes to every block.
     if nbytes:
         _call("fallocate", fd, 0, ctypes.c_int64(0), ctypes.c_int64(nbytes))
+
+
+def clone_range(source: int, source_offset: int, fd: int, offset: int, nbytes: int) -> bool:
+    """Let a range of a file share the blocks of another open file (reflink); return False if that is impossible.
+
+    It is possible inside one file system of some kinds, such as XFS and Btrfs, for whole blocks. A later write to one
+    of the files does not change the other.
+    """
+    request = struct.pack("=qQQQ", source, source_offset, nbytes, offset)  # struct file_clone_range
+    try:
+        fcntl.ioctl(fd, _CLONE_RANGE, request)
+    except OSError:
+        return False
+    return True
 
 
 def exchange_names(folder: int, name: str, other_folder: int, other: str) -> bool:

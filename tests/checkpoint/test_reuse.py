@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import errno
 import json
+import mmap
+import os
 from collections.abc import Iterator, Mapping
 from dataclasses import replace
 from pathlib import Path
@@ -248,3 +250,95 @@ def test_a_store_that_fails_is_asked_once(folders: Path, shelf: toy_store.Shelf)
         for number in range(TP):
             assert not found.fill(number, chunk, view, Buffer(), nothing)
     assert broken.num_struck == 1
+
+
+# Blocks that are shared.
+
+
+class Sharing:
+    """An output on a file system whose files can share blocks: here the bytes are copied, and read back."""
+
+    nbytes = 0
+
+    def __init__(self, *, is_able: bool = True, damage: int = 0) -> None:
+        self.is_able = is_able
+        self.damage = damage
+        self.asked: list[int] = []
+
+    def clone(self, source: int, source_offset: int, offset: int, view: memoryview) -> bool:
+        self.asked.append(offset)
+        if self.is_able:
+            with mmap.mmap(-1, view.nbytes) as aligned:  # The descriptor may be one of direct I/O.
+                assert os.preadv(source, [aligned], source_offset) == view.nbytes
+                view[:] = aligned[:]
+            view[100] ^= self.damage
+        return self.is_able
+
+    def write(self, offset: int, view: memoryview, address: int = 0) -> None:
+        raise AssertionError("nothing is written")
+
+    def close(self) -> None:
+        pass
+
+
+def cloned(folder: Path, index: Contents, extents: list[Extent], output: Sharing) -> tuple[list[bool], int]:
+    """What of the first file shares blocks with the same folder, and the bytes that are counted for it."""
+    done, stored = list[bool](), (folder / index.manifest.files[0].name).read_bytes()
+    with Reuse(index, find_store(str(folder)), index) as found:
+        for extent in extents:
+            view = memoryview(bytearray(extent.nbytes))
+            done.append(found.clone(0, extent, output, view))  # type: ignore[arg-type]
+            assert not done[-1] or view == stored[extent.offset : extent.end]
+        assert found.nbytes == found.shared_nbytes
+        return done, found.shared_nbytes
+
+
+def test_whole_chunks_share_blocks_and_nothing_else_does(folders: Path) -> None:
+    base = contents(folders / "base")
+    file, step = base.manifest.files[0], base.manifest.chunk_nbytes
+    first = Extent(file.data_start, step)
+    others = [Extent(0, file.data_start), Extent(first.offset, step // 2), Extent(first.offset + 512, step)]
+    output = Sharing()
+    assert cloned(folders / "base", base, [first, *others], output) == ([True, False, False, False], step)
+    assert output.asked == [first.offset]
+
+
+def test_a_chunk_that_has_moved_by_less_than_a_block_is_read(folders: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    base = contents(folders / "base")
+    chunk = Extent(base.manifest.files[0].data_start, base.manifest.chunk_nbytes)
+    moved = {0: [Taken(chunk, 0, chunk.offset + 16)]}
+    monkeypatch.setattr(reuse, "plan_reuse", lambda new, old: moved)
+    output = Sharing()
+    assert cloned(folders / "base", base, [chunk], output) == ([False], 0)
+    assert output.asked == []
+
+
+def test_shared_blocks_with_other_bytes_are_not_used(folders: Path) -> None:
+    """The older file may change until the blocks are shared, and never after: what is verified is the new file."""
+    base = contents(folders / "base")
+    file, step = base.manifest.files[0], base.manifest.chunk_nbytes
+    chunks = [Extent(file.data_start + at * step, step) for at in range(2)]
+    output = Sharing(damage=1)
+    assert cloned(folders / "base", base, chunks, output) == ([False, False], 0)
+    assert len(output.asked) == 2
+
+
+def test_a_file_system_without_shared_blocks_is_asked_once(folders: Path) -> None:
+    base = contents(folders / "base")
+    file, step = base.manifest.files[0], base.manifest.chunk_nbytes
+    chunks = [Extent(file.data_start + at * step, step) for at in range(2)]
+    output = Sharing(is_able=False)
+    assert cloned(folders / "base", base, chunks, output) == ([False, False], 0)
+    assert len(output.asked) == 1
+
+
+def test_a_store_without_descriptors_shares_nothing(folders: Path, shelf: toy_store.Shelf) -> None:
+    for path in (folders / "base").iterdir():
+        shelf.write(f"old/{path.name}", path.read_bytes())
+    base = contents("toy://reused/old")
+    chunk = Extent(base.manifest.files[0].data_start, base.manifest.chunk_nbytes)
+    output = Sharing()
+    with Reuse(base, find_store("toy://reused/old").snapshot(), base) as found:
+        view = memoryview(bytearray(chunk.nbytes))
+        assert not found.clone(0, chunk, output, view)  # type: ignore[arg-type]
+    assert output.asked == []

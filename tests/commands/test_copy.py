@@ -19,12 +19,12 @@ from typing import Any
 import numpy as np
 import pytest
 from safetensors.numpy import load_file, save_file
-from support import prestarted, toy_store
+from support import prestarted, s3_server, toy_store
 from support.bits import flip
 from support.faults import environment
 from support.holes import never_write
 from support.models import as_integers, expected_slice, llama_files, read_tensors
-from support.mounts import mounted_tmpfs
+from support.mounts import mounted_tmpfs, mounted_xfs
 from support.profile import IS_LONG
 from support.trees import content
 from typer.testing import CliRunner
@@ -35,6 +35,8 @@ from relayout.cli.app import app
 from relayout.commands.copy import differences_from_copy
 from relayout.errors import FormatError, PlanError
 from relayout.loader.diagnose import diagnose
+from relayout.storage.cloud import connect, part_copies
+from relayout.storage.cloud.store import CLOUD_COST
 from relayout.storage.stores import find_input
 
 TP = 4
@@ -657,6 +659,149 @@ def test_damage_of_the_source_is_found_where_its_bytes_are_needed(source: Path, 
     assert after[0] == before[0]
     relayout.copy(damaged, tmp_path / "out", reuse=source / "ranks")
     assert content(tmp_path / "out") == content(tuned / "ranks")
+
+
+def space(folder: Path) -> int:
+    """Bytes in use on a file system."""
+    os.sync()
+    status = os.statvfs(folder)
+    return (status.f_blocks - status.f_bfree) * status.f_frsize
+
+
+def test_on_a_file_system_with_reflinks_equal_chunks_take_no_space(source: Path, tuned: Path, tmp_path: Path) -> None:
+    with mounted_xfs(tmp_path / "xfs") as place:
+        old = Path(shutil.copytree(source / "ranks", place / "old"))
+        before = space(place)
+        done = relayout.copy(tuned / "ranks", place / "out", reuse=old)
+        assert content(place / "out") == content(tuned / "ranks")
+        assert 0.2 * done.nbytes < done.shared_nbytes <= done.reused_nbytes
+        assert space(place) - before < done.nbytes - done.shared_nbytes + 2**20
+        for path in old.glob("*.safetensors"):  # Written to later: the copy keeps its bytes.
+            path.write_bytes(b"")
+            with path.open("r+b") as stream:
+                stream.write((~np.frombuffer((source / "ranks" / path.name).read_bytes(), np.uint8)).tobytes())
+        assert content(place / "out") == content(tuned / "ranks")
+        lying = Path(shutil.copytree(tuned / "ranks", place / "lying"))
+        for path in lying.glob("*.safetensors"):
+            for offset in range(0, path.stat().st_size, 2**20):
+                flip(path, min(offset + 12_345, path.stat().st_size - 1))
+        done = relayout.copy(tuned / "ranks", place / "again", reuse=lying)
+        assert content(place / "again") == content(tuned / "ranks")
+        assert done.shared_nbytes == 0
+
+
+# An older version in the bucket, of which the server copies parts.
+
+
+@pytest.fixture
+def server(source: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[s3_server.Server]:
+    """A server of S3 with the older version; parts are small, as the files are."""
+    monkeypatch.setattr(part_copies, "_MIN_NBYTES", 2**17)
+    monkeypatch.setattr(connect, "RETRY_SECONDS", 0.0)
+    with s3_server.running() as server:
+        for name, value in s3_server.environment(server).items():
+            monkeypatch.setenv(name, value)
+        for name, blob in content(source / "ranks").items():
+            server.put("models", f"old/{name}", blob)
+        yield server
+
+
+def stored(server: s3_server.Server, prefix: str) -> Files:
+    return {
+        name.removeprefix(prefix): server.objects["models", name].content for name in server.names("models", prefix)
+    }
+
+
+def is_copied(request: s3_server.Request) -> bool:
+    return "x-amz-copy-source" in request.headers
+
+
+def test_what_the_bucket_has_is_copied_by_its_server_and_neither_read_nor_sent(
+    source: Path, tuned: Path, server: s3_server.Server
+) -> None:
+    printed = CliRunner().invoke(
+        app, ["copy", str(tuned / "ranks"), "s3://models/new", "--reuse", "s3://models/old", "--json", "--quiet"]
+    )
+    done = json.loads(printed.stdout)
+    assert stored(server, "new/") == content(tuned / "ranks")
+    assert stored(server, "old/") == content(source / "ranks")
+    assert done["copied_nbytes"] == server.copied_nbytes > 0.4 * done["nbytes"]
+    assert done["reused_nbytes"] == 0
+    sent_nbytes = sum(len(one.body) for one in server.requests if one.method == "PUT")
+    assert done["nbytes"] <= sent_nbytes + server.copied_nbytes < 1.02 * done["nbytes"]
+    assert server.sent_nbytes < 0.02 * done["nbytes"]
+
+
+def test_of_the_same_version_the_weights_are_not_sent(source: Path, server: s3_server.Server) -> None:
+    done = relayout.copy(source / "ranks", "s3://models/again", reuse="s3://models/old")
+    assert stored(server, "again/") == content(source / "ranks")
+    assert done.copied_nbytes == done.nbytes
+    assert sum(len(one.body) for one in server.requests if one.method == "PUT") < 0.02 * done.nbytes
+
+
+def test_from_far_away_bytes_are_read_in_the_bucket_and_copied_there(
+    tuned: Path, remote: str, shelf: toy_store.Shelf, server: s3_server.Server, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(toy_store.Shelf, "cost", CLOUD_COST)
+    done = relayout.copy(remote, "s3://models/new", reuse="s3://models/old")
+    assert stored(server, "new/") == content(tuned / "ranks")
+    assert 0.4 * done.nbytes < done.copied_nbytes <= done.reused_nbytes
+    assert shelf.read_nbytes < done.nbytes - done.reused_nbytes + 2**16
+
+
+def test_the_version_that_is_replaced_in_a_bucket_is_copied_from_itself(tuned: Path, server: s3_server.Server) -> None:
+    printed = CliRunner().invoke(app, ["copy", str(tuned / "ranks"), "s3://models/old", "--force"])
+    assert printed.exit_code == 0, printed.stderr
+    assert "was copied by the server from an older version" in " ".join(printed.stdout.split())
+    assert stored(server, "old/") == content(tuned / "ranks")
+    assert server.copied_nbytes > 0.4 * sum(map(len, content(tuned / "ranks").values()))
+
+
+def test_an_older_version_in_a_bucket_that_changes_or_lies_gives_no_wrong_byte(
+    tuned: Path, server: s3_server.Server
+) -> None:
+    """Once it is listed: other weights of the same lengths. And with the index of the new version itself."""
+
+    def replace(request: s3_server.Request) -> s3_server.Answer | None:
+        if is_copied(request):
+            for name, blob in stored(server, "old/").items():
+                if name.endswith(".safetensors"):
+                    server.put("models", f"old/{name}", (~np.frombuffer(blob, np.uint8)).tobytes())
+            server.interfere = lambda request: None
+        return None
+
+    for name, blob in content(tuned / "ranks").items():
+        damaged = np.frombuffer(blob, np.uint8).copy()
+        damaged[:: 2**16] ^= 1  # In each part.
+        server.put("models", f"lies/{name}", damaged.tobytes() if name.endswith(".safetensors") else blob)
+    server.interfere = replace
+    for old in ("old", "lies"):
+        done = relayout.copy(tuned / "ranks", f"s3://models/after-{old}", reuse=f"s3://models/{old}")
+        assert stored(server, f"after-{old}/") == content(tuned / "ranks")
+        assert done.copied_nbytes == 0
+        assert any(map(is_copied, server.requests))
+        server.requests.clear()
+
+
+def test_after_a_failure_the_same_command_goes_on_and_an_upload_of_somebody_else_stays(
+    tuned: Path, server: s3_server.Server
+) -> None:
+    server.uploads["theirs"] = "models", "new/model-rank-3-part-0.safetensors", {}
+
+    def refuse(request: s3_server.Request) -> s3_server.Answer | None:
+        is_last = "rank-3" in request.key and request.method in ("POST", "PUT") and "partNumber" not in request.query
+        return s3_server.error(403, "AccessDenied") if is_last else None
+
+    server.interfere = refuse
+    with pytest.raises(OSError, match="access denied"):
+        relayout.copy(tuned / "ranks", "s3://models/new", reuse="s3://models/old")
+    assert "relayout.json" not in stored(server, "new/")
+    server.interfere = lambda request: None
+    done = relayout.copy(tuned / "ranks", "s3://models/new", reuse="s3://models/old")
+    assert 0 < done.resumed_nbytes < done.nbytes
+    assert 0 < done.copied_nbytes < done.nbytes
+    assert stored(server, "new/") == content(tuned / "ranks")
+    assert "theirs" in server.uploads
 
 
 # Names for other tools.

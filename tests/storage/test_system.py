@@ -215,3 +215,16 @@ def test_mincore_is_believed_only_of_files_that_one_owns_or_may_write(
         pytest.skip(f"this kernel's mincore claims only {mincore} of 8 pages of a cold file of others")
     assert either in ("None", "0")  # cachestat may tell, or not be permitted.
     assert alone == "None"
+
+
+def test_blocks_are_shared_where_a_file_system_can_and_otherwise_nothing_changes(tmp_path: Path) -> None:
+    first, second = np.arange(8 * PAGE, dtype=np.uint32).tobytes(), bytes(32 * PAGE)
+    (tmp_path / "first").write_bytes(first)
+    (tmp_path / "second").write_bytes(second)
+    with open(tmp_path / "first", "rb") as source, open(tmp_path / "second", "r+b") as target:
+        done = residency.clone_range(source.fileno(), 4 * PAGE, target.fileno(), 8 * PAGE, 16 * PAGE)
+        assert not residency.clone_range(source.fileno(), 4 * PAGE + 1, target.fileno(), 8 * PAGE, PAGE)
+        assert not residency.clone_range(source.fileno(), 0, source.fileno(), 0, PAGE)  # Not open for writing.
+    cloned = second[: 8 * PAGE] + first[4 * PAGE : 20 * PAGE] + second[24 * PAGE :]
+    assert (tmp_path / "second").read_bytes() == (cloned if done else second)
+    assert (tmp_path / "first").read_bytes() == first

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import shutil
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -30,3 +31,16 @@ def mounted(place: Path, *options: str) -> Iterator[Path]:
 def mounted_tmpfs(place: Path, size: str) -> AbstractContextManager[Path]:
     """A file system of that size (as mount writes it), at a new folder; the test skips where it cannot be had."""
     return mounted(place, "-t", "tmpfs", "-o", f"size={size},mode=755", "tmpfs")
+
+
+@contextmanager
+def mounted_xfs(place: Path) -> Iterator[Path]:
+    """A file system of 320 MB whose files can share blocks, at a new folder; the test skips where it cannot be had."""
+    if (program := shutil.which("mkfs.xfs", path=f"{os.environ.get('PATH', '')}:/sbin:/usr/sbin")) is None:
+        pytest.skip("mkfs.xfs is not installed: package xfsprogs")
+    image = place.with_suffix(".xfs")
+    with image.open("xb") as file:
+        file.truncate(320 * 2**20)
+    subprocess.run([program, "-q", "-m", "reflink=1", str(image)], check=True)
+    with mounted(place, "-o", "loop", str(image)) as folder:
+        yield folder

@@ -1,7 +1,7 @@
 """An object store of the S3 protocol on loopback, in one file: objects in memory, every request noted.
 
-It knows what relayout asks of S3: ranges with If-Match, listings, conditional writes, multipart uploads. Tests look at
-`requests`, and change answers by `interfere`.
+It knows what relayout asks of S3: ranges with If-Match, listings, conditional writes, multipart uploads, parts that are
+copied. Tests look at `requests`, and change answers by `interfere`.
 """
 
 from __future__ import annotations
@@ -111,6 +111,10 @@ class Server(ThreadingHTTPServer):
         """Called before an answer is made; may give another one, or end the connection by an exception."""
         self.checks_keys = False
         """Whether requests without `ACCESS_KEY` are refused."""
+        self.checks_parts = False
+        """Whether uploads with parts below 5 MiB, except the last, are refused."""
+        self.copied_nbytes = 0
+        """Bytes of all parts that were copied from other objects."""
         self._ids = itertools.count(1)
         self._is_stopped = False
 
@@ -208,10 +212,36 @@ def _write(server: Server, request: Request) -> Answer:
         if upload is None:
             return error(404, "NoSuchUpload")
         part = Object(request.body, f'"{md5(request.body)}"')
+        is_copied = "x-amz-copy-source" in request.headers
+        if is_copied:
+            found = _copy_source(server, request)
+            if isinstance(found, Answer):
+                return found
+            part = Object(found, f'"{md5(found)}"')
         upload[2][int(request.query["partNumber"])] = part
+        if is_copied:
+            server.copied_nbytes += len(part.content)
+            return _xml("CopyPartResult", f"<ETag>{escape(part.etag)}</ETag><LastModified>2023-11-14</LastModified>")
         return Answer(200, headers={"ETag": part.etag})
     refused = _refused(server, request)
     return refused or Answer(200, headers=server.put(request.bucket, request.key, request.body).headers)
+
+
+def _copy_source(server: Server, request: Request) -> bytes | Answer:
+    """The bytes that UploadPartCopy names, or why they are not copied (API reference of S3, UploadPartCopy)."""
+    bucket, _, key = unquote(request.headers["x-amz-copy-source"]).lstrip("/").partition("/")
+    found = server.objects.get((bucket, key))
+    if found is None:
+        return error(404, "NoSuchKey")
+    if request.headers.get("x-amz-copy-source-if-match", found.etag) != found.etag:
+        return error(412, "PreconditionFailed")
+    wanted = re.fullmatch(r"bytes=([0-9]+)-([0-9]+)", request.headers.get("x-amz-copy-source-range", ""))
+    if wanted is None:
+        return found.content
+    start, end = int(wanted[1]), int(wanted[2]) + 1
+    if not start < end <= len(found.content):
+        return error(400, "InvalidArgument")
+    return found.content[start:end]
 
 
 def _refused(server: Server, request: Request) -> Answer | None:
@@ -242,6 +272,8 @@ def _post(server: Server, request: Request) -> Answer:
         parts = [upload[2].get(number) for number in numbers]
         if [part and part.etag for part in parts] != _texts(request.body, "ETag") or numbers != sorted(numbers):
             return error(400, "InvalidPart")
+        if server.checks_parts and any(part and len(part.content) < 5 * 2**20 for part in parts[:-1]):
+            return error(400, "EntityTooSmall")
         del server.uploads[request.query["uploadId"]]
         made = server.put(request.bucket, request.key, b"".join(part.content for part in parts if part))
         return _xml("CompleteMultipartUploadResult", f"<ETag>{escape(made.etag)}</ETag>")

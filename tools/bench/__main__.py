@@ -309,13 +309,17 @@ def reuse(
     rate: Annotated[float, typer.Option(help="Gbit/s of the link.")] = 1.0,
 ) -> None:
     """Copy new versions over a link with an older one there: bytes that cross it, and the time of a full copy."""
-    rows = []
+    rows, in_bucket = [], []
     with tempfile.TemporaryDirectory(prefix="relayout-bench-", dir=folder) as scratch:
         about = {"tp": reuses.TP, "layers": layers, "gbit_per_s": rate, "runs": runs}
         for row in reuses.measure(Path(scratch), layers, runs, rate * 1e9 / 8, progress.print):
             rows.append(row)
             _write(out, about | {"rows": rows}, Path(scratch))
+        for row in reuses.measure_bucket(Path(scratch), layers, progress.print):
+            in_bucket.append(row)
+            _write(out, about | {"rows": rows, "bucket": in_bucket}, Path(scratch))
     reuses.print_table(console, rows)
+    reuses.print_bucket_table(console, in_bucket)
 
 
 @app.command()

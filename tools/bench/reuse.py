@@ -2,17 +2,21 @@
 
 The link is a store in memory that lets bytes pass at a rate and counts them. Beside each figure is what has really
 changed, what chunks on a fixed grid alone would save, and a patch by zstd, which needs both versions on one machine.
+
+For a bucket that has the older version, the S3 server of the tests counts what is sent, and what it copies itself.
 """
 
 from __future__ import annotations
 
 import filecmp
 import json
+import os
 import shutil
 import subprocess
 import threading
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import contextmanager
 from pathlib import Path
 from statistics import median
 from typing import Any
@@ -22,6 +26,7 @@ import numpy.typing as npt
 from rich.console import Console
 from rich.table import Table
 from safetensors.numpy import save_file
+from support import s3_server
 from support.toy_store import Shelf
 
 import relayout
@@ -156,6 +161,64 @@ def measure(scratch: Path, layers: int, runs: int, rate: float, tell: Tell) -> I
         shutil.rmtree(new)
 
 
+def measure_bucket(scratch: Path, layers: int, tell: Tell) -> Iterator[dict[str, Any]]:
+    """Rows of the table of copies into a bucket, one for each change.
+
+    The model has four times as many layers as in the other table, and a quarter of the ranks: with smaller files, most
+    equal ranges would be shorter than a part of an upload.
+    """
+    layers *= 4
+    with s3_server.running() as server, environ(s3_server.environment(server)):
+        server.checks_parts = True
+        before = tensors_of(layers)
+        old = _convert(scratch / "old-in-bucket", before, TP // 4)
+        relayout.copy(old, "s3://bench/old")
+        for what, after, tp in changes(before, layers):
+            new = _convert(scratch / "new", after, tp // 4)
+            server.requests.clear()
+            server.copied_nbytes = 0
+            done = relayout.copy(new, "s3://bench/new", reuse="s3://bench/old")
+            _check_stored(server, new)
+            nbytes = sum(path.stat().st_size for path in new.iterdir())
+            sent_nbytes = sum(len(one.body) for one in server.requests if one.method in ("PUT", "POST"))
+            if done.copied_nbytes != server.copied_nbytes:
+                raise SystemExit(f"{done.copied_nbytes} bytes copied, the server has counted {server.copied_nbytes}")
+            yield {
+                "change": what.replace(f"TP {TP} to TP {TP // 2}", f"TP {TP // 4} to TP {TP // 8}"),
+                "nbytes": nbytes,
+                "new_share": _new_nbytes(before, after) / sum(tensor.nbytes for tensor in after.values()),
+                "sent_share": sent_nbytes / nbytes,
+                "copied_share": server.copied_nbytes / nbytes,
+                "read_share": server.sent_nbytes / nbytes,
+            }
+            tell(f"{what}, in a bucket: done")
+            server.clear("bench", "new/")
+            shutil.rmtree(new)
+
+
+@contextmanager
+def environ(variables: Mapping[str, str]) -> Iterator[None]:
+    """Set variables of this process until the end of the block."""
+    before = {name: os.environ.get(name) for name in variables}
+    os.environ.update(variables)
+    try:
+        yield
+    finally:
+        for name, value in before.items():
+            if value is None:
+                del os.environ[name]
+            else:
+                os.environ[name] = value
+
+
+def _check_stored(server: s3_server.Server, new: Path) -> None:
+    stored = {
+        name.removeprefix("new/"): server.objects["bench", name].content for name in server.names("bench", "new/")
+    }
+    if stored != {path.name: path.read_bytes() for path in new.iterdir()}:
+        raise SystemExit("the copy in the bucket is another")
+
+
 def _convert(folder: Path, tensors: Mapping[str, Elements], tp: int) -> Path:
     plain = folder.with_name("plain")
     plain.mkdir()
@@ -225,4 +288,13 @@ def print_table(console: Console, rows: Iterable[Mapping[str, Any]]) -> None:
         zstd = "-" if row["zstd"] is None else f"{row['zstd']['sent_share']:.4f}"
         times = f"{row['full_s'] / row['reuse_s']:.1f}"
         table.add_row(row["change"], *(f"{share:.4f}" for share in shares), zstd, times)
+    console.print(table)
+
+
+def print_bucket_table(console: Console, rows: Iterable[Mapping[str, Any]]) -> None:
+    """The rows of copies into a bucket."""
+    table = Table("changed", "new bytes", "sent to the bucket", "copied by its server", "read from the bucket")
+    for row in rows:
+        shares = [row["new_share"], row["sent_share"], row["copied_share"], row["read_share"]]
+        table.add_row(row["change"], *(f"{share:.4f}" for share in shares))
     console.print(table)

@@ -42,7 +42,7 @@ from relayout.storage.stores import (
     limited,
     read_whole,
 )
-from relayout.storage.system import Buffer, allocate, sync_range
+from relayout.storage.system import Buffer, allocate, clone_range, sync_range
 
 
 @dataclass(frozen=True, slots=True)
@@ -451,6 +451,19 @@ class OutputFile(Closable):
             self.direct = False
             self._write(self._fd, low, view[low - offset : high - offset])
         self._write(self._fd, high, view[high - offset :])
+
+    def clone(self, source: int, source_offset: int, offset: int, view: memoryview) -> bool:
+        if not clone_range(source, source_offset, self._fd, offset, view.nbytes):
+            return False
+        done = 0
+        while done < view.nbytes:
+            with with_path(self.path):
+                count = os.preadv(self._fd, [view[done:]], offset + done)
+            if not count:
+                return False
+            done += count
+        _drop_pages(self._fd, offset, view.nbytes)
+        return True
 
     def _write_back(self, offset: int, nbytes: int) -> None:
         with with_path(self.path):

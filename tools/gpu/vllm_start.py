@@ -51,7 +51,7 @@ def attempt(key: str, call: Callable[[], dict[str, Any]]) -> None:
         found = call()
     except Exception as error:
         found = {"error": f"{type(error).__name__}: {error}"[:500]}
-    tell(key, found | {"took_s": round(time.monotonic() - started, 3)})
+    tell(key, found | {"call_s": round(time.monotonic() - started, 3)})
 
 
 def _serve(job: dict[str, Any]) -> None:

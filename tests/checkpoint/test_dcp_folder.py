@@ -70,7 +70,8 @@ def test_shards_of_four_processes_convert_as_their_export_does(tmp_path: Path) -
     assert left_out == ("optimizer: 1 entries that are not of the model", "step: 1 entries that are not of the model")
     # The same processes saved the model as safetensors. A shard alone must not be taken for a model.
     for folder in (tmp_path / "shards", tmp_path / "consolidated" / "sharded"):
-        assert len(shards := sorted(folder.glob("*.safetensors"))) == 4
+        shards = sorted(folder.glob("*.safetensors"))
+        assert len(shards) == 4
         refused(folder, PlanError, "a part of a tensor, saved by PyTorch's HuggingFaceStorageWriter: consolidate")
         refused(shards[-1], PlanError, "consolidate the folder first")
     shutil.copy(plain / "config.json", tmp_path / "consolidated")

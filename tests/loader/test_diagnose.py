@@ -306,7 +306,7 @@ def test_a_mount_of_seaweedfs_is_read_in_order_by_one_request_at_a_time(
         offsets, preadv = dict[str, list[int]](), os.preadv
 
         def noted(fd: int, buffers: Any, offset: int) -> int:
-            offsets.setdefault(os.readlink(f"/proc/self/fd/{fd}"), []).append(offset)
+            offsets.setdefault(str(Path(f"/proc/self/fd/{fd}").readlink()), []).append(offset)
             return preadv(fd, buffers, offset)
 
         monkeypatch.setattr(os, "preadv", noted)

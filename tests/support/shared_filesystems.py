@@ -24,7 +24,6 @@ from support import seaweedfs
 from support.networks import Host, started
 from support.patience import PATIENCE
 
-
 READER_CACHE = "-readerCacheSizeMB=1500"
 """An option of `weed mount`: memory for chunks that several readers of one mount read at the same time; default 256."""
 

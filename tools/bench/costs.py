@@ -14,6 +14,7 @@ import sys
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -74,14 +75,14 @@ class Case:
 def cases(sizes: list[float], tensors: list[int], files: list[int]) -> Iterator[Case]:
     """Yield the checkpoints: one for each size in GB, each number of tensors, and each number of files."""
     for size in sizes:
-        yield Case("bytes", lambda path, size=size: write_llama(path, layers_of(size * 1e9), 10**9), size * 1e9)
+        yield Case("bytes", partial(write_llama, num_layers=layers_of(size * 1e9), shard_nbytes=10**9), size * 1e9)
     for count in tensors:
         layers = max(1, round(count / _EXPERTS / len(_TENSORS_OF_EXPERT)))
-        yield Case("tensors", lambda path, layers=layers: _write_mixture(path, layers, max(tensors)), 2e9)
+        yield Case("tensors", partial(_write_mixture, layers=layers, most=max(tensors)), 2e9)
     for count in files:
         nbytes = EMBEDDING_NBYTES + LAYER_NBYTES
         part = str(-(-nbytes // count))
-        yield Case("files", lambda path: write_llama(path, 1, 10**9), nbytes, ("--max-part-size", part))
+        yield Case("files", partial(write_llama, num_layers=1, shard_nbytes=10**9), nbytes, ("--max-part-size", part))
 
 
 def _write_mixture(folder: Path, layers: int, most: int) -> int:

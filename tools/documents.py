@@ -18,6 +18,7 @@ from statistics import median
 from textwrap import fill
 from typing import Any
 
+from bench import costs as first_loads
 from bench import rows as row_reads
 from engines import coverage, registries
 from engines.cases import hub_cases
@@ -499,6 +500,19 @@ def rows() -> str:
     return "\n".join([f"| {' | '.join(heads)} |", "|---" * len(heads) + "|", *lines])
 
 
+def costs() -> str:
+    """What a fleet's first load takes by the size of the checkpoint: `tools/run bench costs`."""
+    steps = first_loads.STEPS
+    heads = ["GB", *(f"{step}: CPU s/GB, MB of memory" for step in steps[:-1]), "load: CPU s/GB, MB beyond the tensors"]
+    rows = [f"| {' | '.join(heads)} |", "|---" * len(heads) + "|"]
+    for row in sorted(_results("costs")["rows"], key=lambda row: row["nbytes"]):
+        found = (row["steps"][step] for step in steps)
+        figures = ((min(one["all_cpu_seconds"]) / row["nbytes"] * 1e9, max(one["all_peak_nbytes"])) for one in found)
+        cells = (f"{cpu:.2f}, {peak / 1e6:.0f}" for cpu, peak in figures)
+        rows.append(f"| {row['nbytes'] / 1e9:.1f} | {' | '.join(cells)} |")
+    return "\n".join(rows)
+
+
 def verified() -> str:
     """What it costs to verify a download: `tools/run verified`."""
     rows = ["| way | from the drive, s | CPU s | from memory, s | CPU s |", "|---|---|---|---|---|"]
@@ -676,6 +690,7 @@ PARTS: dict[str, tuple[Path, Callable[[], str]]] = {
     "clients": (_ROOT / "docs" / "guides" / "NFS.md", clients),
     "signing": (_ROOT / "docs" / "guides" / "SIGNING.md", signing),
     "rows": (_ROOT / "docs" / "MEASURING.md", rows),
+    "costs": (_ROOT / "docs" / "MEASURING.md", costs),
     "dcp": (_ROOT / "docs" / "reference" / "CONVERTING.md", dcp),
     "verified": (_ROOT / "docs" / "reference" / "CONVERTING.md", verified),
     "fills": (_REFERENCE / "LOADING.md", fills),

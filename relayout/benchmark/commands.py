@@ -136,8 +136,9 @@ def _draw(result: Bench, path: Path, tell: Callable[[str], None]) -> None:
 def _made(out: Printing, show: Callable[[Bench], None], path: str, size: str, options: dict[str, Any]) -> Bench:
     """Measure a checkpoint that is created for this purpose and deleted afterwards."""
     from relayout.benchmark import measure
+    from relayout.benchmark.machine import devices_of
 
-    measure.devices_of(options["device"])  # Checked before gigabytes are written.
+    devices_of(options["device"])  # Checked before gigabytes are written.
     with measure.made_checkpoint(path, size, options["tp"], out.tell) as source:
         plan = measure.plan_bench(source, **options)
         result = plan.run(drop_caches=True, tell=out.tell, partly=show)

@@ -13,6 +13,7 @@ import os
 import re
 from collections import defaultdict
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from functools import lru_cache, partial
 from pathlib import Path
@@ -368,6 +369,12 @@ def _collect_tensors(
     tensors: dict[str, SourceTensor] = {}
     skipped = []
     for position, (shard, header) in enumerate(shards):
+        if (part := _part_in(header)) is not None:
+            what = (
+                "a part of a tensor, saved by PyTorch's HuggingFaceStorageWriter: consolidate the folder first"
+                " (enable_consolidation=True, or torch's consolidate_safetensors_files)"
+            )
+            raise PlanError(what, path=folder.location(shard.name), tensor=part, code="unsupported")
         elsewhere = 0
         for entry in header.tensors:
             if named is not None and named.get(entry.name, shard.name) != shard.name:
@@ -389,6 +396,24 @@ def _collect_tensors(
                 what += f": download the file again, or, if the model has no such tensor, remove it from {index[0]}"
             raise FormatError(what, path=folder.location(file), tensor=name, code="mismatch")
     return tensors.values(), skipped
+
+
+def _part_in(header: Header) -> str | None:
+    """Return a tensor of which the file has a part that does not begin at its first element; None if there is none.
+
+    HuggingFaceStorageWriter writes where each part begins, also for whole tensors (torch 2.13,
+    `torch/distributed/checkpoint/filesystem.py`: `DCP_SHARDING_INFO` in `__metadata__`). Text of another form is no
+    evidence.
+    """
+    starts: Mapping[str, Any] = {}
+    with suppress(FormatError):
+        starts = parse_object(header.metadata.get("DCP_SHARDING_INFO", "{}").encode(), "DCP_SHARDING_INFO")
+    for entry in header.tensors:
+        start = starts.get(entry.name)
+        offsets = start.get("saved_offsets") if isinstance(start, dict) else None
+        if isinstance(offsets, list) and any(offsets):
+            return entry.name
+    return None
 
 
 _NUM_BLOCKS = 4

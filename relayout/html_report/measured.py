@@ -51,7 +51,7 @@ def read_bench(path: str | os.PathLike[str], checkpoints: Sequence[Path]) -> dic
 def _rows(group: Fields, where: str) -> list[dict[str, Any]]:
     """Return the loaders of one group of loads that were measured, the fastest first."""
     timings = [Fields(timing, where) for timing in group.column("timings", dict)]
-    rows = [
+    rows: list[dict[str, Any]] = [
         {"title": timing.text("title"), "is_ours": timing.text("family") == "relayout"} | _medians(runs)
         for timing in timings
         if (runs := [Fields(run, where) for run in timing.column("runs", dict)])
@@ -74,6 +74,6 @@ def _medians(runs: Sequence[Fields]) -> dict[str, float]:
 def _numbers(runs: Sequence[Fields], name: str, *, positive: bool) -> Iterator[float]:
     for run in runs:
         value = run.top.get(name)
-        if type(value) not in (int, float) or value < 0 or (positive and not value):
+        if not isinstance(value, (int, float)) or isinstance(value, bool) or value < 0 or (positive and not value):
             raise FormatError(f"{name!r} is missing or not a number of seconds", path=run.where, code="field")
         yield float(value)

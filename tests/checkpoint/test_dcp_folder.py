@@ -68,6 +68,16 @@ def test_shards_of_four_processes_convert_as_their_export_does(tmp_path: Path) -
     assert all(torch.equal(loaded[name], tensor) for name, tensor in model.items())
     left_out = read_source(find_store(tmp_path / "dcp")).left_out
     assert left_out == ("optimizer: 1 entries that are not of the model", "step: 1 entries that are not of the model")
+    # The same processes saved the model as safetensors. A shard alone must not be taken for a model.
+    for folder in (tmp_path / "shards", tmp_path / "consolidated" / "sharded"):
+        shards = sorted(folder.glob("*.safetensors"))
+        assert len(shards) == 4
+        refused(folder, PlanError, "a part of a tensor, saved by PyTorch's HuggingFaceStorageWriter: consolidate")
+        refused(shards[-1], PlanError, "consolidate the folder first")
+    shutil.copy(plain / "config.json", tmp_path / "consolidated")
+    whole = relayout.load(tmp_path / "consolidated", 0, tp=1)
+    assert len(whole) > 9
+    assert all(torch.equal(tensor, model[name]) for name, tensor in whole.items())
 
 
 @pytest.mark.parametrize("keys", [(), ("model",), ("app", "model"), ("model_state_dict",)])

@@ -5,6 +5,7 @@ from __future__ import annotations
 import errno
 import json
 import os
+import re
 import shutil
 import subprocess
 import sys
@@ -35,6 +36,7 @@ import relayout
 from relayout.cli.app import app
 from relayout.errors import PlanError
 from relayout.loader.diagnose import diagnose
+from relayout.storage import system
 from relayout.storage.system import filesystem_of
 
 Array = npt.NDArray[Any]
@@ -284,6 +286,34 @@ def test_an_older_mount_in_a_newer_one_is_told(tmp_path: Path) -> None:
             assert (filesystem_of(inner).kind, filesystem_of(inner).mount_point) == ("tmpfs", str(inner))
         finally:
             subprocess.run(["mount", "--move", str(inner), str(older)], check=True)
+
+
+def test_a_mount_of_seaweedfs_is_read_in_order_by_one_request_at_a_time(
+    converted: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with mounted_tmpfs(tmp_path / "weed", "64m") as place:
+        shutil.copytree(converted, place / "out")
+        assert relayout.explain(place / "out", 0).threads > 1
+        said = tmp_path / "mountinfo"
+        lines = Path("/proc/self/mountinfo").read_text().splitlines()
+        said.write_text("\n".join(re.sub(r" - tmpfs ", " - fuse.seaweedfs ", line) for line in lines))
+        monkeypatch.setattr(system, "_MOUNTS", said)
+        shutil.move(place / "out", place / "weed")  # What a folder was on is not asked again.
+        told = relayout.explain(place / "weed", 0)
+        assert (told.threads, {file.filesystem.kind for file in told.files}) == (1, {"fuse.seaweedfs"})
+        assert relayout.explain(place / "weed", 0, threads=3).threads == 3
+        assert relayout.explain(converted, 0).threads > 1
+        offsets, preadv = dict[str, list[int]](), os.preadv
+
+        def noted(fd: int, buffers: Any, offset: int) -> int:
+            offsets.setdefault(str(Path(f"/proc/self/fd/{fd}").readlink()), []).append(offset)
+            return preadv(fd, buffers, offset)
+
+        monkeypatch.setattr(os, "preadv", noted)
+        tensors = relayout.load(place / "weed", 0, backend="buffered")
+    assert tensors.keys() == TENSORS.keys()
+    assert all(one == sorted(one) for one in offsets.values())
+    assert max(map(len, offsets.values())) > 2
 
 
 def test_a_mount_whose_name_is_no_text_is_no_trouble(tmp_path: Path) -> None:

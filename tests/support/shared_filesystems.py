@@ -17,11 +17,15 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager, suppress
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 
 from support import seaweedfs
 from support.networks import Host, started
 from support.patience import PATIENCE
+
+READER_CACHE = "-readerCacheSizeMB=1500"
+"""An option of `weed mount`: memory for chunks that several readers of one mount read at the same time; default 256."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -116,14 +120,14 @@ def _sshfs(server: Host, folder: Path, models: Path) -> Iterator[Served]:
 
 
 @contextmanager
-def _seaweedfs(server: Host, folder: Path, models: Path) -> Iterator[Served]:
+def _seaweedfs(server: Host, folder: Path, models: Path, options: Sequence[str] = ()) -> Iterator[Served]:
     with _weed(server, folder) as filer:
         server.run(_weed_program(), "filer.copy", "-maxMB=4", models, f"http://{filer}/")
 
         def mount(place: Path, own: Path) -> list[str | Path]:
             where = [f"-filer={filer}", f"-filer.path=/{models.name}", f"-dir={place}"]
             caches = [f"-cacheDir={own}", f"-localSocket={own}/socket"]
-            return [_weed_program(), "mount", *where, "-readOnly", *caches]
+            return [_weed_program(), "mount", *where, "-readOnly", *caches, *options]
 
         yield Served(mount, folder / "data")
 
@@ -221,5 +225,8 @@ FILE_SYSTEMS = {
         "NFS (nfs-ganesha, fuse-nfs)", ("ganesha.nfsd", "rpcbind", "rpcinfo", "nfs-ls", "fuse-nfs"), _nfs
     ),
     "seaweedfs": FileSystem("SeaweedFS, mounted", ("weed",), _seaweedfs),
+    "seaweedfs_cache": FileSystem(
+        f"SeaweedFS, mounted with {READER_CACHE}", ("weed",), partial(_seaweedfs, options=(READER_CACHE,))
+    ),
 }
 """By name."""

@@ -24,6 +24,7 @@ from bench import budget as budgets
 from bench import chart as charts
 from bench import clients as node_loads
 from bench import convert as conversions
+from bench import costs as first_loads
 from bench import index as indexes
 from bench import load as loads
 from bench import memory as memories
@@ -320,6 +321,31 @@ def reuse(
             _write(out, about | {"rows": rows, "bucket": in_bucket}, Path(scratch))
     reuses.print_table(console, rows)
     reuses.print_bucket_table(console, in_bucket)
+
+
+@app.command()
+def costs(
+    folder: DirOption = None,
+    sizes: Annotated[str, typer.Option(help='GB of checkpoints of Llama-3.1-8B shapes; "": none.')] = "2.5,5,10",
+    tensors: Annotated[str, typer.Option(help='Tensors of checkpoints of 1.6 GB; "": none.')] = "1000,10000,100000",
+    files: Annotated[str, typer.Option(help='Rank files of a checkpoint of 2.5 GB; "": none.')] = "8,80,800",
+    runs: RunsOption = 3,
+    out: OutOption = None,
+) -> None:
+    """Time a fleet's first load by bytes, tensors and files: convert, verify, copy, load of each rank; and its memory.
+
+    Needs room for two copies of the largest checkpoint.
+    """
+    rows: list[dict[str, Any]] = []
+    with tempfile.TemporaryDirectory(prefix="relayout-bench-", dir=folder) as scratch:
+        asked = (
+            [float(one) for one in sizes.split(",") if one],
+            *([int(one) for one in text.split(",") if one] for text in (tensors, files)),
+        )
+        for case in first_loads.cases(*asked):
+            rows.append(first_loads.measure(Path(scratch), case, runs, progress.print))
+            _write(out, {"tp": first_loads.TP, "rows": rows}, Path(scratch))  # Kept, should the rest fail.
+    first_loads.print_table(console, rows)
 
 
 @app.command()

@@ -34,6 +34,8 @@ SHARINGS: dict[str, tuple[str, ...]] = {
     "replicas": ("relayout_group", "relayout", "load_file", "runai"),
 }
 """How the nodes share a model, and the loaders of each."""
+_IF_NAMED = {"ranks": ("relayout_1", "relayout_4", "relayout_16"), "replicas": ()}
+"""Loaders that are only measured if they are named."""
 VOCAB_SIZE = 8016
 """Tokens of the model, fewer than Llama has: else the two tensors that have a row for each were most of it."""
 _SHARD_NBYTES = 200 * 10**6
@@ -129,8 +131,8 @@ def measure(
     cases = [
         (sharing, number, name)
         for sharing, number in product(sharings, numbers)
-        for name in SHARINGS[sharing]
-        if (not names or name in names) and LOADERS[name].absence() is None
+        for name in (*SHARINGS[sharing], *_IF_NAMED[sharing])
+        if (name in (names or SHARINGS[sharing])) and LOADERS[name].absence() is None
         if number > 1 or sharing == "ranks" or not LOADERS[name].group
     ]
     done: dict[tuple[str, int, str], list[dict[str, Any]]] = {case: [] for case in cases}

@@ -47,7 +47,7 @@ def measure(scratch: Path, source: Path, runs: int, idle: float = 0.0) -> dict[s
             prepare([], files, cold=True, needed_nbytes=2 * nbytes if way.startswith("cp") else 0)
             time.sleep(idle)
             started = time.monotonic()
-            peak = max(_run(command) for command in commands)
+            peak = max(run_command(command) for command in commands)
             seconds[way].append(time.monotonic() - started)
             if way.startswith("relayout convert"):
                 peaks.append(peak)
@@ -89,7 +89,7 @@ def print_table(console: Console, results: dict[str, Any]) -> None:
     console.print(f"peak memory of the conversion: {statistics.median(results['peak_nbytes']) / 1e6:.0f} MB")
 
 
-def _run(command: list[str]) -> int:
+def run_command(command: list[str]) -> int:
     """Run a command; its peak resident memory in bytes, to within what it grows in its last 20 ms."""
     peak = 0
     with subprocess.Popen(command, stdout=subprocess.DEVNULL) as process:

@@ -79,6 +79,13 @@ def fastsafetensors_group(job: LoadJob) -> Tensors:
     return tensors
 
 
+def relayout_requests(job: LoadJob, requests: int) -> Tensors:
+    """relayout.load of the converted folder with so many requests in flight, whatever the file system is."""
+    from relayout.loader.api import load
+
+    return load(job.converted, job.rank, tp=job.tp, device=job.device, threads=requests)
+
+
 def relayout_group(job: LoadJob) -> Tensors:
     """relayout.load of the converted folder by processes that load the same rank: each byte is read once by one."""
     from torch import distributed
@@ -166,6 +173,15 @@ LOADERS: dict[str, Loader] = {
             devices=(),
         )
         for backend in ("direct", "buffered")
+    },
+    **{
+        f"relayout_{requests}": replace(
+            _KNOWN["relayout"],
+            load=partial(relayout_requests, requests=requests),
+            title=f"relayout, converted, requests in flight: {requests}",
+            devices=(),
+        )
+        for requests in (1, 4, 16)
     },
     "relayout_group": replace(
         _KNOWN["relayout"], load=relayout_group, title="relayout, converted, group", devices=(), group=True

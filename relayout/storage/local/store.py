@@ -16,10 +16,9 @@ import threading
 from collections import deque
 from collections.abc import Callable, Iterator
 from contextlib import suppress
-from dataclasses import dataclass
-from functools import partial
+from dataclasses import dataclass, replace
+from functools import lru_cache, partial
 from pathlib import Path
-from typing import ClassVar
 
 from relayout.core.extents import BLOCK, Extent, align_down, align_up
 from relayout.errors import FormatCode, FormatError, RelayoutError, shown
@@ -42,7 +41,7 @@ from relayout.storage.stores import (
     limited,
     read_whole,
 )
-from relayout.storage.system import Buffer, allocate, clone_range, sync_range
+from relayout.storage.system import Buffer, allocate, clone_range, filesystem_of, sync_range
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,7 +51,9 @@ class LocalStore:
     named: str | None = None
     """A file in the folder that the user named explicitly; it may be a link to any file."""
 
-    cost: ClassVar[RequestCost] = LOCAL_COST
+    @property
+    def cost(self) -> RequestCost:
+        return _cost_at(self.folder)
 
     def __str__(self) -> str:
         return str(self.folder)
@@ -127,6 +128,34 @@ class LocalStore:
 def offer(path: str) -> LocalStore:
     """Return the store of a path, which need not exist."""
     return LocalStore(Path(path))
+
+
+_COSTS = {"fuse.seaweedfs": replace(LOCAL_COST, concurrency=1)}
+"""Costs that differ from those of a drive, by the kind of file system in mount(8).
+
+`weed mount` (SeaweedFS 4.48) drops a chunk once its last byte was read, and fetches it again for its other bytes
+(weed/filer/reader_cache.go, `readChunkAt`): requests must arrive in the order of the file. docs/guides/NFS.md has the
+measured bytes.
+"""
+
+
+def _cost_at(folder: Path) -> RequestCost:
+    """Return the cost of requests to the file system that a folder is on; that of a drive if it cannot be found out."""
+    try:
+        device = folder.stat().st_dev
+    except (OSError, ValueError):
+        return LOCAL_COST
+    return LOCAL_COST if os.major(device) else _cost_on(device, folder)
+
+
+@lru_cache(maxsize=64)
+def _cost_on(device: int, folder: Path) -> RequestCost:
+    """Return the cost for a folder on a device without a drive, such as a FUSE file system.
+
+    A number of such a device is given again after it was unmounted. An old answer would cost time and change nothing
+    else.
+    """
+    return _COSTS.get(filesystem_of(folder).kind, LOCAL_COST)
 
 
 _MAX_DEPTH = 64

@@ -22,7 +22,6 @@ import numpy as np
 
 from relayout.core.extents import BLOCK
 from relayout.errors import PlanError
-from relayout.loader.backends.base import resolve_device
 from relayout.storage.local.store import refuses_direct
 from relayout.storage.system import filesystem_of, proc_nbytes, resident_nbytes
 
@@ -189,6 +188,8 @@ def devices_of(device: str) -> tuple[str, ...]:
     if device == "cpu":
         return ("cpu",)
     if kind != "cuda" or not torch.cuda.is_available():
+        from relayout.loader.backends.base import resolve_device
+
         resolve_device(device)
         raise PlanError(f"device {device!r}, expected cpu, cuda or cuda:N", code="option")
     found = tuple(f"cuda:{index}" for index in range(torch.cuda.device_count()))

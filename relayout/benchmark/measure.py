@@ -43,7 +43,6 @@ from relayout.core.slices import num_bytes
 from relayout.errors import PlanError, how_to_install
 from relayout.format.index import MANIFEST_NAME
 from relayout.format.safetensors import TensorEntry, build_header
-from relayout.loader.backends.base import kind_of
 from relayout.plans.planner import plan_for
 from relayout.reporting import Result
 from relayout.storage.stores import find_store
@@ -292,7 +291,7 @@ def plan_bench(
     if util.find_spec("torch") is None:
         raise PlanError(f"loads need torch, which is not installed: {how_to_install('torch')}", code="unsupported")
     devices = devices_of(device)
-    kind = kind_of(devices[0])
+    kind = devices[0].partition(":")[0]
     folders = _find_folders(path, tp, against)
     if folders.tp > 1 and folders.source is not None:
         plan_for(read_source(find_store(folders.source)), folders.tp)

@@ -11,7 +11,13 @@ from relayout.core.arguments import check_named, takes
 from relayout.errors import FormatError, PlanError, warn
 from relayout.loader.backends.base import Options, load_arena
 from relayout.loader.backends.files import error_hints
-from relayout.loader.sources.checkpoint import Asked, LoadOptions, doubt_cache, doubting, warn_if_slow
+from relayout.loader.sources.checkpoint import (
+    LoadOptions,
+    LoadRequest,
+    invalidate_cache_entry,
+    invalidating,
+    warn_if_slow,
+)
 from relayout.loader.sources.rank import RankSource
 
 if TYPE_CHECKING:
@@ -20,7 +26,7 @@ if TYPE_CHECKING:
     from relayout.loader.sources.rank import TensorColumns
 
 
-@takes(LoadOptions, Asked)
+@takes(LoadOptions, LoadRequest)
 def load(
     path: str | os.PathLike[str],
     rank: int | None = None,
@@ -107,47 +113,47 @@ def load(
         >>> whole["model.layers.0.self_attn.q_proj.weight"].shape
         torch.Size([128, 128])
     """
-    asked = Asked(path=path, rank=rank, into=into, **options)
+    request = LoadRequest(path=path, rank=rank, into=into, **options)
     if isinstance(into, Mapping):
         check_named(into, "into")
     with error_hints():
         if rank is None and into is not None:
             from relayout.loader.sharded import load_held
 
-            return load_held(asked)
-        if asked.group is not None:
+            return load_held(request)
+        if request.group is not None:
             from relayout.loader.group.sharing import load_together
 
-            return load_together(asked, asked.group)
-        how, source = asked.options(), asked.source()
+            return load_together(request, request.group)
+        how, source = request.options(), request.source()
         try:
-            return _load(asked, source, how)
+            return _load(request, source, how)
         except FormatError as error:
-            if not doubt_cache(source, error):
+            if not invalidate_cache_entry(source, error):
                 raise
             warn(f"{error}: loading again")
-        return _load(asked, asked.source(), how)
+        return _load(request, request.source(), how)
 
 
-def _load(asked: Asked, source: RankSource, options: Options) -> dict[str, torch.Tensor]:
-    if asked.into is None:
-        plan = source.arena(asked.names)
+def _load(request: LoadRequest, source: RankSource, options: Options) -> dict[str, torch.Tensor]:
+    if request.into is None:
+        plan = source.arena(request.names)
         warn_if_slow(source)
         return load_arena(plan, options)
-    if not isinstance(asked.into, Mapping):
-        if hasattr(asked.into, "state_dict"):
+    if not isinstance(request.into, Mapping):
+        if hasattr(request.into, "state_dict"):
             raise PlanError("into is a model: leave out the rank, as the model says what it holds", code="option")
-        raise PlanError(f"into is a {type(asked.into).__name__}, expected tensors by name", code="option")
-    if not asked.into and asked.names is None:
+        raise PlanError(f"into is a {type(request.into).__name__}, expected tensors by name", code="option")
+    if not request.into and request.names is None:
         raise PlanError("into: no tensors to fill; leave it out to load into new memory", code="option")
     from relayout.loader.in_place import load_into
 
     contents = source.contents()
     warn_if_slow(source)
-    return load_into(contents, asked.into, asked.names, options)
+    return load_into(contents, request.into, request.names, options)
 
 
-@takes(LoadOptions, Asked)
+@takes(LoadOptions, LoadRequest)
 def iter_load(
     path: str | os.PathLike[str],
     rank: int | None = None,
@@ -184,21 +190,21 @@ def iter_load(
         >>> sum(tensor.nbytes for name, tensor in relayout.iter_load("llama-3.1-8b-tp8", rank=3)) > 200_000
         True
     """
-    asked = Asked(path=path, rank=rank, **options)
+    request = LoadRequest(path=path, rank=rank, **options)
     with error_hints():
-        if asked.group is not None:
+        if request.group is not None:
             from relayout.loader.group.collectives import Group
             from relayout.loader.group.sharing import stream_together
 
-            return stream_together(partial(_prepared, asked), Group(asked.group))
+            return stream_together(partial(_prepared, request), Group(request.group))
         from relayout.loader.stream import stream
 
-        source, contents, how = _prepared(asked)
+        source, contents, how = _prepared(request)
         warn_if_slow(source)
-        return doubting(stream(contents, how), source)
+        return invalidating(stream(contents, how), source)
 
 
-def _prepared(asked: Asked) -> tuple[RankSource, TensorColumns, Options]:
+def _prepared(request: LoadRequest) -> tuple[RankSource, TensorColumns, Options]:
     """Return the source of a load, the tensors to read from it, and the options."""
-    options, source = asked.options(), asked.source()
-    return source, source.contents(asked.names), options
+    options, source = request.options(), request.source()
+    return source, source.contents(request.names), options

@@ -17,7 +17,7 @@ from relayout.loader.sources.checkpoint import contents_of
 from relayout.reporting import Progress, reporting
 from relayout.storage.system import Buffer
 
-Places: TypeAlias = npt.NDArray[np.int64]
+Indices: TypeAlias = npt.NDArray[np.int64]
 """Element numbers in ascending order."""
 
 _BATCH_NBYTES = 4 * 2**20
@@ -54,7 +54,7 @@ class ChangedPiece:
     """The parts of tensors that lie in the piece."""
     stored: Sequence[tuple[Changes, memoryview]]
 
-    def changes(self, widths: Sequence[int | None], buffer: Buffer) -> Iterator[tuple[Places, npt.NDArray[Any]]]:
+    def changes(self, widths: Sequence[int | None], buffer: Buffer) -> Iterator[tuple[Indices, npt.NDArray[Any]]]:
         """Yield the changes of each part: the numbers of the changed elements, ascending, and the XOR of each.
 
         Args:
@@ -68,8 +68,8 @@ class ChangedPiece:
                 change = self.decode(buffer) if change is None else change
                 width = width or 1
                 elements = np.frombuffer(change, f"<u{width}", part.nbytes // width, part.place)
-                places = np.flatnonzero(elements)
-                found = places, elements[places]
+                indices = np.flatnonzero(elements)
+                found = indices, elements[indices]
             yield found
 
     def _runs(self) -> list[Elements] | None:
@@ -78,7 +78,7 @@ class ChangedPiece:
             return None
         ((changes, stored),) = self.stored
         found = changes.decode(stored, self.nbytes)
-        return None if any(one.places is None for one in found) else found
+        return None if any(one.indices is None for one in found) else found
 
     def apply(self, target: memoryview) -> None:
         """Apply the changes of all deltas to the bytes of the piece."""
@@ -93,7 +93,7 @@ class ChangedPiece:
         return change
 
 
-def _within(runs: Sequence[Elements], part: ChangedPart, width: int | None) -> tuple[Places, npt.NDArray[Any]] | None:
+def _within(runs: Sequence[Elements], part: ChangedPart, width: int | None) -> tuple[Indices, npt.NDArray[Any]] | None:
     """Return the changed elements of a part; None if the part is not inside a single run of elements."""
     end = part.place + part.nbytes
     touched = [run for run in runs if run.offset < end and part.place < run.offset + run.nbytes]

@@ -20,7 +20,7 @@ from relayout.errors import PlanError
 from relayout.loader.backends.cuda import is_integrated
 from relayout.loader.backends.files import ReadableFiles, error_hints
 from relayout.loader.requests import Budget, Request, local_world_size, num_cpus, plan_budget
-from relayout.loader.sources.checkpoint import Asked
+from relayout.loader.sources.checkpoint import LoadRequest
 from relayout.loader.sources.rank import ArenaPlan, StoredFile, cost_of
 from relayout.reporting import Result
 from relayout.storage.local.store import refuses_direct
@@ -107,12 +107,14 @@ def explain(
         'cpu'
     """
     with error_hints():
-        asked = Asked(path=path, rank=rank, device=device, backend=backend, threads=threads, memory=memory, tp=tp)
-        options, source = asked.options(), asked.source()
+        load_request = LoadRequest(
+            path=path, rank=rank, device=device, backend=backend, threads=threads, memory=memory, tp=tp
+        )
+        options, source = load_request.options(), load_request.source()
         plan = source.arena()
         chosen, budget = options.choose(plan.files)
         # Read nothing, not even headers, because that would change the contents of the page cache.
-        with ReadableFiles([replace(file, proof=None) for file in plan.files], chosen.access) as opened:
+        with ReadableFiles([replace(file, digests=None) for file in plan.files], chosen.access) as opened:
             requests = chosen.requests(plan.reads, opened.alignment, budget)
             files = tuple(_facts(opened, index, file) for index, file in enumerate(plan.files))
             resident = _resident(opened, requests)
@@ -316,7 +318,7 @@ def _is_on_drive(explained: Explanation) -> bool:
 
 def _network(path: str | os.PathLike[str], explained: Explanation, tp: int) -> Network | None:
     """Measure the speed with the files of a load."""
-    files = Asked(path=path, rank=explained.rank, tp=tp).source().arena().files
+    files = LoadRequest(path=path, rank=explained.rank, tp=tp).source().arena().files
     return measure(files, plan_budget(explained.threads, explained.memory, explained.memory, cost_of(files)))
 
 

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 from relayout.checkpoint.converted import check_rank, read_manifest
 from relayout.checkpoint.trust import policy_of, trusted
 from relayout.core.arguments import check_named, integer, path_text
-from relayout.core.digests import digest_hex
+from relayout.core.digests import xxh3_hex
 from relayout.core.extents import Extent, split
 from relayout.core.workers import Workers, each
 from relayout.errors import FormatError, PlanError, did_you_mean, shown
@@ -120,7 +120,7 @@ def _fill(
     targets = [bytes_of(into[name]) for name in contents.names]
     memory = backend.wrap(targets)
     reads = place_at(contents.reads, memory.offsets)
-    job = ReadJob(options.proving(contents.files), reads, budget)
+    job = ReadJob(options.verified_files(contents.files), reads, budget)
     with reporting(options.progress, "loading", sum(contents.sizes())) as report:
         backend.fill(memory, job, report)
 
@@ -390,7 +390,7 @@ def _digest(tensor: torch.Tensor, buffer: Buffer) -> str:
     import xxhash
 
     if _is_on_host(tensor):
-        return digest_hex(tensor.numpy().data)
+        return xxh3_hex(tensor.numpy().data)
     running = xxhash.xxh3_128()
     for piece in split(Extent(0, tensor.numel()), _PIECE_NBYTES):
         view = buffer.reserve(piece.nbytes)

@@ -120,8 +120,8 @@ class _Planner:
 
     def cut(self, read: Read) -> Iterator[Request]:
         """Yield the requests for a read, in the order of the file."""
-        transfer, is_proven = read.transfer, read.file in self._grids
-        most = self._bounce_nbytes if is_proven else self._most_nbytes
+        transfer, is_verified = read.transfer, read.file in self._grids
+        most = self._bounce_nbytes if is_verified else self._most_nbytes
         if transfer.count == 1:
             yield from self._contiguous(read.file, transfer)
         elif (
@@ -131,7 +131,7 @@ class _Planner:
         ):
             for run in transfer.runs():
                 yield from self._contiguous(read.file, run)
-        elif is_proven:
+        elif is_verified:
             yield from self._bounced(read.file, transfer)
         else:
             rows = most // transfer.source_stride

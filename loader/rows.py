@@ -26,7 +26,7 @@ from relayout.core.workers import each
 from relayout.errors import PlanError, about, shown
 from relayout.loader.backends.files import ReadableFiles, error_hints
 from relayout.loader.requests import MAX_CONNECTIONS, MAX_THREADS
-from relayout.loader.sources.checkpoint import Asked
+from relayout.loader.sources.checkpoint import LoadRequest
 from relayout.loader.sources.rank import Pieces, RankSource, StoredFile, TensorColumns, cost_of
 from relayout.loader.tensors import bytes_of, check_mode, torch_dtype, torch_shape
 from relayout.storage.local.batched import BatchedReads
@@ -180,7 +180,7 @@ class RowReader(Closable):
         self._reads: BatchedReads | None = None
         try:
             self._opened = self._stack.enter_context(ReadableFiles(files, Access.AUTO))
-            if all(file.path is not None and not file.is_proven for file in files):
+            if all(file.path is not None and not file.is_verified for file in files):
                 self._cached = self._stack.enter_context(ReadableFiles(files, Access.BUFFERED))
                 self._reads = self._stack.enter_context(BatchedReads(depth))
         except BaseException:
@@ -347,9 +347,9 @@ def open_rows(
     depth = at_least_one(depth, "depth")
     check_mode()
     with error_hints():
-        asked = Asked(path=path, rank=rank, tp=tp, cache=cache, trust=trust)
-        asked.options()
-        source = asked.source()
+        request = LoadRequest(path=path, rank=rank, tp=tp, cache=cache, trust=trust)
+        request.options()
+        source = request.source()
         with about(path=str(source.store)):
             pieces = source.pieces(name)
             table, starts = _table_of(source, pieces.columns, name)
@@ -377,9 +377,9 @@ def _table_of(source: RankSource, columns: TensorColumns, name: str) -> tuple[Pl
 
 def _all_tensors(source: RankSource) -> Sequence[PlannedTensor]:
     """Return all tensors of the checkpoint: a rank may hold only some shards of a table."""
-    from relayout.loader.sources.reshard import PlainRank
+    from relayout.loader.sources.reshard import UnconvertedRank
 
-    if isinstance(source, PlainRank):
+    if isinstance(source, UnconvertedRank):
         return source.checkpoint.tensors
     record = read_record(source.store, read_manifest(source.store))
     return list(starmap(_Tensor, zip(record.names, record.dtypes, map(tuple, record.shapes), strict=True)))

@@ -21,20 +21,20 @@ from uuid import uuid4
 import numpy as np
 
 from relayout.checkpoint.trust import policy_over
-from relayout.core.digests import digest_hex
+from relayout.core.digests import xxh3_hex
 from relayout.core.extents import Transfer
 from relayout.core.slices import BITS, NOT_HELD, Slice
 from relayout.errors import PlanError, did_you_mean, shown
 from relayout.loader.backends.base import Allocation, Memory, Options, resolve_device
 from relayout.loader.group.collectives import Group
 from relayout.loader.group.exchange import ExchangePlan, RunningExchange
-from relayout.loader.group.plan import Divided, Division
+from relayout.loader.group.plan import DividedTensor, Division
 from relayout.loader.group.sharing import check_same
 from relayout.loader.held import HeldTensor, unwrapped
 from relayout.loader.in_place import check_into, is_as_stored, load_into
 from relayout.loader.models import check_model, read_by, storage_of
 from relayout.loader.requests import MAX_IN_FLIGHT, NODE_IN_FLIGHT, local_world_size
-from relayout.loader.sources.checkpoint import Asked, WholeTensors, find_tensors
+from relayout.loader.sources.checkpoint import LoadRequest, WholeTensors, find_tensors
 from relayout.loader.sources.rank import StoredFile, TensorColumns, batches, cost_of, pack, parts_of, select
 from relayout.loader.stream import stream
 from relayout.loader.tensors import bump_versions, bytes_of, make_views, why_not_plain
@@ -162,7 +162,7 @@ def _listed(names: Iterable[str]) -> str:
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class Wanted:
+class WantedTensors:
     """The tensors of a checkpoint that this process loads."""
 
     whole: WholeTensors
@@ -177,13 +177,13 @@ class Wanted:
     """Names of additional tensors that the checkpoint may have."""
 
     @staticmethod
-    def of(asked: Asked, held: LocalStateDict) -> Wanted:
+    def of(request: LoadRequest, held: LocalStateDict) -> WantedTensors:
         """Find the tensors."""
-        whole = find_tensors(asked.path, asked.deltas, asked.trust, by_transformers=held.model is not None)
-        asked.check_proven(whole.store, is_plain=whole.plain is not None)
+        whole = find_tensors(request.path, request.deltas, request.trust, by_transformers=held.model is not None)
+        request.check_verified(whole.store, is_unconverted=whole.unconverted is not None)
         columns = whole.pieces.columns
         names = list(columns.names)
-        chosen = range(len(names)) if asked.names is None else select(names, asked.names)
+        chosen = range(len(names)) if request.names is None else select(names, request.names)
         found, lacking, ignored = held.read_by(names)
         mine = {row: found[names[row]] for row in chosen if names[row] in found}
         memory: set[tuple[object, ...]] = set()
@@ -192,8 +192,8 @@ class Wanted:
             if one.data.numel() and one.memory in memory:
                 again.add(row)
             memory.add(one.memory)
-        wanted = Wanted(whole, held, frozenset(chosen), mine, frozenset(again), ignored)
-        if asked.names is None:
+        wanted = WantedTensors(whole, held, frozenset(chosen), mine, frozenset(again), ignored)
+        if request.names is None:
             wanted._check_all([one.head.name for one in lacking if one.memory not in memory])
         wanted._check_each()
         return wanted
@@ -215,7 +215,7 @@ class Wanted:
                 what = f"into: state_dict() has a copy, and not the memory of the model: {_BY_STATE_DICT}"
                 raise PlanError(what, tensor=one.head.name, code="unsupported")
 
-    def check_beside(self, held_by_any: Iterable[int]) -> None:
+    def check_unexpected(self, held_by_any: Iterable[int]) -> None:
         """Check that at least one member holds each chosen tensor of the checkpoint."""
         names = self.whole.pieces.columns.names
         beside = [names[row] for row in sorted(self.chosen.difference(held_by_any)) if names[row] not in self.ignored]
@@ -256,33 +256,33 @@ def _hint(name: str, known: Iterable[str]) -> str:
     return did_you_mean(name, known)
 
 
-def load_held(asked: Asked) -> dict[str, torch.Tensor]:
-    """Fill the parts of `asked.into` that this process holds; with a group, all members call this together."""
-    if asked.group is None:
-        held, options = _prepared(asked)
-        wanted = Wanted.of(asked, held)
-        wanted.check_beside(wanted.mine)
+def load_held(request: LoadRequest) -> dict[str, torch.Tensor]:
+    """Fill the parts of `request.into` that this process holds; with a group, all members call this together."""
+    if request.group is None:
+        held, options = _prepared(request)
+        wanted = WantedTensors.of(request, held)
+        wanted.check_unexpected(wanted.mine)
         _fill_alone(wanted, options)
     else:
-        held = _fill_together(asked, Group.on_host(asked.group))
+        held = _fill_together(request, Group.on_host(request.group))
     return dict(held.given)
 
 
-def _prepared(asked: Asked) -> tuple[LocalStateDict, Options]:
+def _prepared(request: LoadRequest) -> tuple[LocalStateDict, Options]:
     """Return the part that this process holds, and the options to load to its device."""
-    assert asked.into is not None
-    for option, value in {"tp": asked.tp, "cache": asked.cache, "experts": asked.experts is not None}.items():
+    assert request.into is not None
+    for option, value in {"tp": request.tp, "cache": request.cache, "experts": request.experts is not None}.items():
         if value:
             what = f"{option} cannot be combined with into and no rank: the model's own slices are read as stored"
             raise PlanError(what, code="option")
-    options, held = asked.options(), LocalStateDict.of(asked.into)
+    options, held = request.options(), LocalStateDict.of(request.into)
     device = resolve_device(held.device)
     if str(options.device) not in ("cpu", str(device)):
         raise PlanError(f"into is on {device}, device is {options.device}", code="option")
     return held, replace(options, device=device)
 
 
-def _fill_alone(wanted: Wanted, options: Options) -> None:
+def _fill_alone(wanted: WantedTensors, options: Options) -> None:
     """Read this process's parts."""
     names = wanted.whole.pieces.columns.names
     first = [row for row in wanted.filled if row not in wanted.again]
@@ -295,7 +295,7 @@ def _fill_alone(wanted: Wanted, options: Options) -> None:
             wanted.take(row_of[name], loaded)
 
 
-class _Told(NamedTuple):
+class _PartsMessage(NamedTuple):
     """The message of a member to all others about its parts."""
 
     parts: list[Slice]
@@ -312,7 +312,7 @@ class _Told(NamedTuple):
     """The kind of the device that has the member's parts; "cpu" if it holds nothing."""
 
     @staticmethod
-    def of(wanted: Wanted, options: Options) -> _Told:
+    def of(wanted: WantedTensors, options: Options) -> _PartsMessage:
         """Return this member's message."""
         dtypes, parts = wanted.whole.pieces.columns.dtypes, dict[Slice, int]()
         part_of = {row: parts.setdefault(one.part, len(parts)) for row, one in wanted.mine.items() if one.part.is_held}
@@ -325,7 +325,7 @@ class _Told(NamedTuple):
         }
         most_nbytes = min(MAX_IN_FLIGHT, NODE_IN_FLIGHT // local_world_size())
         page_cache = page_cache_of(wanted.whole.store)
-        return _Told(list(parts), part_of, frozenset(copied), most_nbytes, page_cache, options.kind)
+        return _PartsMessage(list(parts), part_of, frozenset(copied), most_nbytes, page_cache, options.kind)
 
     def part(self, row: int) -> Slice:
         """Return the part of a tensor that the member holds."""
@@ -333,27 +333,27 @@ class _Told(NamedTuple):
         return NOT_HELD if which is None else self.parts[which]
 
 
-def _fill_together(asked: Asked, group: Group) -> LocalStateDict:
+def _fill_together(request: LoadRequest, group: Group) -> LocalStateDict:
     """Read this member's share of what all members need, and exchange it."""
-    with group.telling():
+    with group.sharing_errors():
         with group.collective():
-            held, options = _prepared(asked)
-            wanted = Wanted.of(asked, held)
-            identity = _identity(asked, wanted, options)
+            held, options = _prepared(request)
+            wanted = WantedTensors.of(request, held)
+            identity = _identity(request, wanted, options)
         check_same(group, identity)
-        told = group.all_gather(_Told.of(wanted, options))
+        messages = group.all_gather(_PartsMessage.of(wanted, options))
         # These are equal in all members, as they were exchanged or compared.
-        is_proven = policy_over(wanted.whole.store) is not None  # Bytes that other members read are not verified.
-        backend = options.backend if is_proven else _backend_beside(told, options.backend)
+        is_verified = policy_over(wanted.whole.store) is not None  # Bytes that other members read are not verified.
+        backend = options.backend if is_verified else _backend_beside(messages, options.backend)
         with group.collective(is_last=backend is not None):
-            wanted.check_beside({row for one in told for row in one.part_of})
+            wanted.check_unexpected({row for one in messages for row in one.part_of})
             names, first = wanted.whole.pieces.columns.names, [row for row in wanted.filled if row not in wanted.again]
             into = {names[row]: wanted.mine[row].data for row in first}
             check_into(into, wanted.columns(first), options.device)
             if backend is not None:
                 _fill_alone(wanted, replace(options, backend=backend))
         if backend is None:
-            _Together(group, wanted, told, replace(options, device="cpu")).fill()
+            _Together(group, wanted, messages, replace(options, device="cpu")).fill()
         return held
 
 
@@ -369,18 +369,18 @@ def page_cache_of(store: Store) -> str:
     return str(uuid4())
 
 
-def _backend_beside(told: Sequence[_Told], backend: str) -> str | None:
+def _backend_beside(messages: Sequence[_PartsMessage], backend: str) -> str | None:
     """Return the backend by which each member reads its own parts; None: members exchange what they read.
 
     Members of one machine read their own parts. Bytes that several need come from the drive once, through the page
     cache. A device is filled past the page cache, so there bytes are exchanged.
     """
-    if len({one.page_cache for one in told}) > 1:
+    if len({one.page_cache for one in messages}) > 1:
         return None
-    rows = {row for one in told for row in one.part_of}
-    if all(_are_apart([one.part(row) for one in told]) for row in rows):
+    rows = {row for one in messages for row in one.part_of}
+    if all(_are_apart([one.part(row) for one in messages]) for row in rows):
         return backend
-    if any(one.kind != "cpu" for one in told):
+    if any(one.kind != "cpu" for one in messages):
         return None
     return "buffered" if backend in ("auto", "buffered") else None
 
@@ -396,7 +396,7 @@ def _are_apart(parts: Sequence[Slice]) -> bool:
     return all(start + length <= following for (start, length), (following, _) in pairwise(ranges))
 
 
-def _identity(asked: Asked, wanted: Wanted, options: Options) -> tuple[str, str]:
+def _identity(request: LoadRequest, wanted: WantedTensors, options: Options) -> tuple[str, str]:
     """Return a description of the load, and a digest of everything that members must agree on.
 
     All of this determines their messages.
@@ -406,9 +406,9 @@ def _identity(asked: Asked, wanted: Wanted, options: Options) -> tuple[str, str]
     what = f"the model of {wanted.whole.store}, with backend={options.backend!r}"
     what += ", verified" if options.verify else ""
     what += ", signed" if is_signed else ""
-    what += "" if asked.names is None else f", names={shown(asked.names)}"
+    what += "" if request.names is None else f", names={shown(request.names)}"
     common = (wanted.whole.content(), sorted(wanted.chosen), how, cost_of(files).max_gap_nbytes)
-    return what, digest_hex(repr(common).encode())
+    return what, xxh3_hex(repr(common).encode())
 
 
 @dataclass(frozen=True, slots=True)
@@ -416,18 +416,18 @@ class _Together:
     """A load of the members' parts by all members of a group. In each step, some tensors are filled."""
 
     group: Group
-    wanted: Wanted
-    told: Sequence[_Told]
+    wanted: WantedTensors
+    messages: Sequence[_PartsMessage]
     options: Options
     """The options of loads to the host."""
 
     def fill(self) -> None:
         """Fill the tensors in steps: first all that are filled in place, then the others, a few at a time."""
-        rows = sorted({row for one in self.told for row in one.part_of})
-        copied = {row for one in self.told for row in one.copied}
+        rows = sorted({row for one in self.messages for row in one.part_of})
+        copied = {row for one in self.messages for row in one.copied}
         direct, others = [row for row in rows if row not in copied], [row for row in rows if row in copied]
-        sizes = [max(self._nbytes(row, one.part(row)) for one in self.told) for row in others]
-        most = min(one.most_nbytes for one in self.told)
+        sizes = [max(self._nbytes(row, one.part(row)) for one in self.messages) for row in others]
+        most = min(one.most_nbytes for one in self.messages)
         total = sum(self._nbytes(row, self.wanted.mine[row].part) for row in self.wanted.filled)
         steps = [(direct, False)] if direct else []
         steps += [(others[batch.start : batch.stop], True) for batch in batches(sizes, most)]
@@ -482,27 +482,27 @@ class _Together:
                 arena.discard()
         return done + sum(columns.sizes())
 
-    def _divided(self, rows: Sequence[int]) -> tuple[tuple[StoredFile, ...], list[int], list[Divided]]:
+    def _divided(self, rows: Sequence[int]) -> tuple[tuple[StoredFile, ...], list[int], list[DividedTensor]]:
         """Return the files of tensors, and the row and division among the members of each tensor in each file.
 
         A tensor of a converted checkpoint may be stored in several files: it has one division for each.
         """
         pieces = self.wanted.whole.pieces
-        files = self.options.proving(pieces.files)
+        files = self.options.verified_files(pieces.files)
         max_gap_nbytes = cost_of(files).max_gap_nbytes
         divisions: dict[tuple[tuple[Transfer, ...], ...], Division] = {}
         row_of, divided = [], []
         for row in rows:
-            reads = {part: pieces.reads(row, part) for part in {one.part(row) for one in self.told} if part.is_held}
+            reads = {part: pieces.reads(row, part) for part in {one.part(row) for one in self.messages} if part.is_held}
             for file in sorted({read.file for part in reads.values() for read in part}):
                 mine = {part: [read.transfer for read in found if read.file == file] for part, found in reads.items()}
                 start = min(transfer.source for found in mine.values() for transfer in found)
                 slices = tuple(
                     tuple(transfer.shifted(source=-start) for transfer in mine.get(one.part(row), ()))
-                    for one in self.told
+                    for one in self.messages
                 )
                 if slices not in divisions:
                     divisions[slices] = Division.of(slices, max_gap_nbytes)
                 row_of.append(row)
-                divided.append(Divided(file, start, divisions[slices]))
+                divided.append(DividedTensor(file, start, divisions[slices]))
         return files, row_of, divided

@@ -69,7 +69,7 @@ class Reader:
         The bytes that this process reads have arrived.
         """
 
-    def prove(self, batch: TensorBatch, memory: torch.Tensor, num_threads: int) -> None:
+    def verify(self, batch: TensorBatch, memory: torch.Tensor, num_threads: int) -> None:
         """Verify the bytes of a batch that other processes have read."""
 
     @property
@@ -86,7 +86,7 @@ def stream(
     Args:
         reader: of a group in which all members stream the same tensors. Default: this process reads all.
     """
-    contents = replace(contents, files=options.proving(contents.files))
+    contents = replace(contents, files=options.verified_files(contents.files))
     backend = options.backend_for(contents.files)
     budget, bound = _bounds(contents, backend, options)
     return _stream(contents, backend, budget, bound, options, reader or Reader())
@@ -293,7 +293,7 @@ class _Arriving:
             running.settle()
             memory = self._window.take(index)
             self._reader.fill(batch, memory)
-        self._reader.prove(batch, memory, self._job.budget.threads)
+        self._reader.verify(batch, memory, self._job.budget.threads)
         self._views = make_views(to_device(memory, self._device), batch.tensors)
 
     def join(self) -> None:

@@ -21,7 +21,7 @@ from relayout.loader.backends.base import Options, ReadJob, load_arena
 from relayout.loader.backends.files import ReadableFiles, error_hints
 from relayout.loader.backends.host import MAP_FIXED, HostArena, HostBackend, allocate
 from relayout.loader.requests import HOST_BUFFERS, plan_budget
-from relayout.loader.sources.checkpoint import Asked, find_tensors, warn_if_slow
+from relayout.loader.sources.checkpoint import LoadRequest, find_tensors, warn_if_slow
 from relayout.loader.sources.rank import ArenaPlan, Names, Pieces, RankSource, StoredFile, pack, parts_of
 from relayout.loader.stream import stream
 from relayout.loader.tensors import check_mode, make_views, numpy_dtype, to_device, to_numpy
@@ -41,7 +41,7 @@ _FLAGS = mmap.MAP_PRIVATE | MAP_FIXED
 
 
 @dataclass(frozen=True, slots=True)
-class Place:
+class HeldSlice:
     """The part of a whole tensor that a rank holds.
 
     Example:
@@ -216,7 +216,7 @@ class CheckpointView(Closable):
         reader, row = self._find(name)
         return TensorSlice(reader, self._pieces, row)
 
-    def place(self, name: str) -> Place:
+    def held_slice(self, name: str) -> HeldSlice:
         """Return the part of the whole tensor that the rank holds.
 
         Raises:
@@ -224,7 +224,7 @@ class CheckpointView(Closable):
         """
         columns = self._pieces.columns
         _, row = self._find(name)
-        return Place(tuple(columns.source_shapes[row]), columns.parts[row])
+        return HeldSlice(tuple(columns.source_shapes[row]), columns.parts[row])
 
     def _opened(self) -> tuple[_Reader, Mapping[str, int]]:
         """Return the reader, and the row of each name; raise PlanError if they were released."""
@@ -335,8 +335,8 @@ def selection(index: Any, shape: tuple[int, ...]) -> Selection | None:
     entries = list(index) if isinstance(index, tuple) else [index]
     if not any(entry is Ellipsis for entry in entries):
         entries.append(Ellipsis)
-    place = next(i for i, entry in enumerate(entries) if entry is Ellipsis)
-    entries[place : place + 1] = [slice(None)] * (len(shape) - len(entries) + 1)
+    held_slice = next(i for i, entry in enumerate(entries) if entry is Ellipsis)
+    entries[held_slice : held_slice + 1] = [slice(None)] * (len(shape) - len(entries) + 1)
     return entries if all(type(entry) is int or isinstance(entry, slice) for entry in entries) else None
 
 
@@ -393,7 +393,7 @@ def open(  # noqa: A001 (`relayout.open`)
         verify: read all tensors now and compare them with their digests.
 
     Returns:
-        The rank's tensors: `keys`, `get_tensor`, `get_slice`, `metadata`, and `place` in the whole tensor.
+        The rank's tensors: `keys`, `get_tensor`, `get_slice`, `metadata`, and `held_slice` in the whole tensor.
 
     Raises:
         FormatError: the manifest, the rank table or a file is damaged.
@@ -408,8 +408,8 @@ def open(  # noqa: A001 (`relayout.open`)
     """
     with error_hints():
         names = list(names) if isinstance(names, Iterator) else names  # They are used twice.
-        asked = Asked(path=path, rank=rank, device=device, verify=verify, tp=tp, cache=cache, trust=trust)
-        options, source = asked.options(), asked.source()
+        request = LoadRequest(path=path, rank=rank, device=device, verify=verify, tp=tp, cache=cache, trust=trust)
+        options, source = request.options(), request.source()
         pieces = source.pieces(names)
         warn_if_slow(source)
         reader = _reader(source, names, pieces, options)
@@ -467,7 +467,7 @@ def safe_open(
     if backend not in ("mmap", "pread"):
         raise PlanError(f"backend {backend!r}, expected 'mmap' or 'pread', as safetensors has them", code="option")
     with error_hints():
-        options = Asked(path=path, device="cpu" if device is None else device).options()
+        options = LoadRequest(path=path, device="cpu" if device is None else device).options()
         if framework in _NUMPY and options.kind != "cpu":
             raise PlanError(f"device {str(device)!r}: arrays of numpy are on the CPU", code="option")
         pieces = find_tensors(path, deltas, trust).pieces
@@ -483,7 +483,7 @@ _NUMPY = ("np", "numpy")
 
 def can_map(files: Iterable[StoredFile]) -> bool:
     """Return True if files can be mapped: they are in a store with descriptors, and are not verified while reading."""
-    return all(file.path is not None and not file.is_proven for file in files)
+    return all(file.path is not None and not file.is_verified for file in files)
 
 
 def map_tensors(plan: ArenaPlan) -> dict[str, torch.Tensor]:

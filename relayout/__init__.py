@@ -35,11 +35,11 @@ if TYPE_CHECKING:
     from relayout.benchmark.measure import Bench, BenchPlan, plan_bench
     from relayout.cache.folder import Cache
     from relayout.commands.convert import convert
-    from relayout.commands.copy import Copied, NeededFiles, apply_deltas, copy, files
-    from relayout.commands.delta import DeltaDone, delta
+    from relayout.commands.copy import CopyResult, NeededFiles, apply_deltas, copy, files
+    from relayout.commands.delta import DeltaResult, delta
     from relayout.commands.inspect import Inspection, inspect
-    from relayout.commands.restore import Restored, restore
-    from relayout.commands.sign import SignatureWritten, sign
+    from relayout.commands.restore import RestoreResult, restore
+    from relayout.commands.sign import SignResult, sign
     from relayout.commands.verify import verify
     from relayout.commands.verify_source import SourceVerification, verify_source
     from relayout.commands.warm import warm
@@ -48,12 +48,12 @@ if TYPE_CHECKING:
     from relayout.conversion.planning import Preview, plan_conversion, preview
     from relayout.conversion.run import Summary, carry_out, is_carried_out
     from relayout.errors import FormatError, PlanError, RelayoutError
-    from relayout.html_report.page import PageWritten, report
+    from relayout.html_report.page import ReportResult, report
     from relayout.loader.api import iter_load, load
     from relayout.loader.diagnose import Explanation, explain
     from relayout.loader.in_place import apply
     from relayout.loader.rows import RowReader, open_rows, rows
-    from relayout.loader.view import CheckpointView, Place, TensorSlice, open, safe_open  # noqa: A004
+    from relayout.loader.view import CheckpointView, HeldSlice, TensorSlice, open, safe_open  # noqa: A004
     from relayout.plans.plan import Plan
     from relayout.train import transformers
     from relayout.train.follower import Follower, Steps
@@ -66,24 +66,24 @@ __all__ = [
     "Cache",
     "CheckpointView",
     "Conversion",
-    "Copied",
-    "DeltaDone",
+    "CopyResult",
+    "DeltaResult",
     "Difference",
     "Explanation",
     "Follower",
     "FormatError",
+    "HeldSlice",
     "Inspection",
     "NeededFiles",
-    "PageWritten",
-    "Place",
     "Plan",
     "PlanError",
     "Preview",
     "Publisher",
     "RelayoutError",
-    "Restored",
+    "ReportResult",
+    "RestoreResult",
     "RowReader",
-    "SignatureWritten",
+    "SignResult",
     "SourceVerification",
     "Steps",
     "Summary",
@@ -118,15 +118,15 @@ __all__ = [
     "warm",
 ]
 
-_HOMES = {
+_MODULES = {
     "benchmark.measure": ("Bench", "BenchPlan", "plan_bench"),
     "commands.convert": ("convert",),
-    "commands.copy": ("Copied", "NeededFiles", "apply_deltas", "copy", "files"),
-    "commands.delta": ("DeltaDone", "delta"),
+    "commands.copy": ("CopyResult", "NeededFiles", "apply_deltas", "copy", "files"),
+    "commands.delta": ("DeltaResult", "delta"),
     "commands.inspect": ("Inspection", "inspect"),
-    "commands.restore": ("Restored", "restore"),
+    "commands.restore": ("RestoreResult", "restore"),
     "conversion.consistency": ("Difference", "Verification"),
-    "commands.sign": ("SignatureWritten", "sign"),
+    "commands.sign": ("SignResult", "sign"),
     "commands.verify": ("verify",),
     "commands.verify_source": ("SourceVerification", "verify_source"),
     "commands.warm": ("warm",),
@@ -135,7 +135,7 @@ _HOMES = {
     "conversion.planning": ("Preview", "plan_conversion", "preview"),
     "plans.plan": ("Plan",),
     "errors": ("FormatError", "PlanError", "RelayoutError"),
-    "html_report.page": ("PageWritten", "report"),
+    "html_report.page": ("ReportResult", "report"),
     "loader.api": ("iter_load", "load"),
     "loader.diagnose": ("Explanation", "explain"),
     "loader.in_place": ("apply",),
@@ -144,7 +144,7 @@ _HOMES = {
     "train.publisher": ("Publisher",),
     "cache.folder": ("Cache",),
     "loader.rows": ("RowReader", "open_rows", "rows"),
-    "loader.view": ("CheckpointView", "Place", "TensorSlice", "open", "safe_open"),
+    "loader.view": ("CheckpointView", "HeldSlice", "TensorSlice", "open", "safe_open"),
 }
 
 
@@ -152,7 +152,9 @@ def __getattr__(name: str) -> Any:
     """Import each public name on first use, so that `import relayout` is fast."""
     if name == "__version__":
         return import_module("relayout.format.index").VERSION
-    home = "train.transformers" if name == "transformers" else next((of for of in _HOMES if name in _HOMES[of]), None)
+    home = (
+        "train.transformers" if name == "transformers" else next((of for of in _MODULES if name in _MODULES[of]), None)
+    )
     if home is None:
         raise AttributeError(f"module 'relayout' has no attribute {name!r}")
     if (module := import_module("relayout.extensions").find(home)) is None:

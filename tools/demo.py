@@ -22,7 +22,7 @@ from transformers import AutoModelForCausalLM, LlamaConfig
 
 import relayout
 from relayout.benchmark.machine import cpu_seconds, describe, forget
-from relayout.benchmark.verdict import Measured, RankLoads, Timing, warnings_of
+from relayout.benchmark.verdict import Measurement, RankLoads, Timing, warnings_of
 
 TP = 4
 CONFIG = LlamaConfig(
@@ -67,11 +67,11 @@ def main() -> int:
         for heading in ("rank", "bytes", "relayout.load", "safetensors get_slice", "faster", "equal"):
             table.add_column(heading, justify="right")
         all_equal = report.ok
-        ours, stock = list[Measured](), list[Measured]()
+        ours, stock = list[Measurement](), list[Measurement]()
         for rank in range(TP):
             mine, measured = timed(converted.iterdir(), partial(relayout.load, converted, rank))
             ours.append(measured)
-            theirs, measured = timed(source.iterdir(), partial(stock_slices, source, rank))
+            theirs, measured = timed(source.iterdir(), partial(reference_slices, source, rank))
             stock.append(measured)
             equal = mine.keys() == theirs.keys() and all(torch.equal(mine[name], theirs[name]) for name in mine)
             all_equal &= equal
@@ -99,7 +99,7 @@ def main() -> int:
 
 def timed(
     files: Iterable[Path], load: Callable[[], dict[str, torch.Tensor]]
-) -> tuple[dict[str, torch.Tensor], Measured]:
+) -> tuple[dict[str, torch.Tensor], Measurement]:
     """Load from a cold page cache; the tensors, and what that took."""
     forget(files)
     (busy, cpus), own, started = cpu_seconds(), time.process_time(), time.perf_counter()
@@ -107,10 +107,10 @@ def timed(
     seconds, own, busy = time.perf_counter() - started, time.process_time() - own, cpu_seconds()[0] - busy
     nbytes = sum(tensor.numel() * tensor.element_size() for tensor in tensors.values())
     others = min(1.0, max(0.0, busy - own) / (seconds * cpus))
-    return tensors, Measured(seconds, own, nbytes, 0, 0, others, ())
+    return tensors, Measurement(seconds, own, nbytes, 0, 0, others, ())
 
 
-def stock_slices(source: Path, rank: int) -> dict[str, torch.Tensor]:
+def reference_slices(source: Path, rank: int) -> dict[str, torch.Tensor]:
     """A rank's slices by the stock package, every byte brought into memory."""
     slices = {}
     for file in sorted(source.glob("*.safetensors")):

@@ -28,7 +28,7 @@ from zstandard import ZstdDecompressor, ZstdError
 from relayout.checkpoint.folder import parse_config
 from relayout.checkpoint.source import SourceCheckpoint, SourceTensor, parse_index
 from relayout.conversion.sidecar import recorded_source, stored_conversion
-from relayout.core.digests import proof_hex
+from relayout.core.digests import blake3_hex
 from relayout.core.extents import Extent
 from relayout.core.slices import BITS, Slice
 from relayout.errors import FormatError, PlanError
@@ -268,7 +268,7 @@ def _table(base: str, holder: int) -> Callable[[bytes], None]:
     def run(data: bytes) -> None:
         stored = data[1:] if data[:1] == _AS_STORED else compress(data)
         manifest = _base_manifest(base)
-        entry = replace(manifest.holders[holder], table_digest=proof_hex(stored))
+        entry = replace(manifest.holders[holder], table_digest=blake3_hex(stored))
         ranks = tuple(entry if holder == rank else other for rank, other in enumerate(manifest.ranks))
         whole = entry if holder == manifest.num_ranks else manifest.whole
         try:
@@ -347,22 +347,24 @@ def _delta(data: bytes) -> None:
     except FormatError:
         return
     assert all(file.nbytes >= 80 * file.num_pieces > 0 for file in manifest.files)
-    places = [file.place_of_index for file in manifest.files]
+    places = [file.index_extent for file in manifest.files]
     assert all(place.end == file.nbytes for place, file in zip(places, manifest.files, strict=True))
     numbers = [file.number for file in manifest.files]
     assert numbers == sorted(set(numbers)) == list(manifest.by_number)
-    ends = [0, *(place.end for place in manifest.places_of_digests)]
-    assert [place.offset for place in manifest.places_of_digests] == ends[:-1]
+    ends = [0, *(place.end for place in manifest.digest_extents)]
+    assert [place.offset for place in manifest.digest_extents] == ends[:-1]
     assert ends[-1] == sum(24 * part.count for part in manifest.digests)
     assert all(_stays_inside(name) for name in manifest.others)
     assert len(set(manifest.others)) == len(manifest.others)
 
 
 def _deltas() -> list[bytes]:
-    files = (DeltaFile(0, 100, 1, proof_hex(b"a")), DeltaFile(3, 999, 9, proof_hex(b"")))
-    digests = (ChangedDigests(2, proof_hex(b"a")), ChangedDigests(0, proof_hex(b"")))
+    files = (DeltaFile(0, 100, 1, blake3_hex(b"a")), DeltaFile(3, 999, 9, blake3_hex(b"")))
+    digests = (ChangedDigests(2, blake3_hex(b"a")), ChangedDigests(0, blake3_hex(b"")))
     others = [tuple(f"sub/{side}.json" for side in range(number)) for number in range(10)]
-    return [dump_delta(DeltaManifest("x", proof_hex(b"b"), proof_hex(b"c"), files, digests, names)) for names in others]
+    return [
+        dump_delta(DeltaManifest("x", blake3_hex(b"b"), blake3_hex(b"c"), files, digests, names)) for names in others
+    ]
 
 
 _CHUNK_NBYTES = 2**16
@@ -382,7 +384,7 @@ def _delta_index(data: bytes) -> None:
     if not 8 <= start <= nbytes <= 2**50:
         return
     file = IndexedFile("x.safetensors", nbytes, start, "", "00" * 32, "")
-    stored = DeltaFile(0, len(rows) + sum(length for _, length in pieces), len(pieces), proof_hex(rows))
+    stored = DeltaFile(0, len(rows) + sum(length for _, length in pieces), len(pieces), blake3_hex(rows))
     is_right = _rise([number for number, _ in pieces])
     for number, length in pieces:
         begin = start + (number - 1) * _CHUNK_NBYTES
@@ -427,7 +429,7 @@ def _changed_digests(data: bytes) -> None:
         blob = b"".join(row.to_bytes(8, "little") + row.to_bytes(16, "big") for row in numbers)
     except (LookupError, ValueError, TypeError, OverflowError):
         return
-    part = ChangedDigests(len(numbers), proof_hex(blob))
+    part = ChangedDigests(len(numbers), blake3_hex(blob))
     try:
         rows, digests = parse_changed_digests(blob, part, count)
     except FormatError:

@@ -2,7 +2,7 @@
 
 Beside them: the lines of the functions that run, and the pairs of modules that call each other both ways. Modules that
 are only imported do not count. Each walk is made in a process of its own, with a small Llama; the store is
-the tests' server of S3, and vLLM the tests' stand-in for it.
+the tests' server of S3, and vLLM the tests' stub for it.
 """
 
 from __future__ import annotations
@@ -75,11 +75,11 @@ def verify(folder: Path) -> None:
 def vllm(folder: Path) -> None:
     """A worker of vLLM starts from a converted folder."""
     import pytest
-    from support.conversions import stock_tensors
+    from support.conversions import reference_tensors
     from support.fake_vllm import Model, install
 
     with pytest.MonkeyPatch.context() as patch:
-        install(patch).load(folder / "out", Model(stock_tensors(folder / "model"), RANK, TP))
+        install(patch).load(folder / "out", Model(reference_tensors(folder / "model"), RANK, TP))
 
 
 def publish(folder: Path) -> None:

@@ -264,7 +264,7 @@ class Options:
             PlanError: the named backend does not exist, or cannot be used here.
         """
         check_name(self.backend)
-        files, is_by_name, refusals = self.proving(files), self.backend != "auto", list[str]()
+        files, is_by_name, refusals = self.verified_files(files), self.backend != "auto", list[str]()
         for name in (self.backend,) if is_by_name else _AUTO.get(self.kind, (self.backend,)):
             kind, probe = REGISTRY[name]
             if kind not in (None, self.kind):
@@ -286,15 +286,15 @@ class Options:
         backend = self.backend_for(files)
         return backend, plan_budget(self.threads, self.memory, backend.max_buffer_nbytes, cost_of(files))
 
-    def proving(self, files: Sequence[StoredFile]) -> tuple[StoredFile, ...]:
+    def verified_files(self, files: Sequence[StoredFile]) -> tuple[StoredFile, ...]:
         """Return the files to read: with `verify`, files that verify their bytes."""
-        return tuple(file.proven() for file in files) if self.verify else tuple(files)
+        return tuple(file.verified() for file in files) if self.verify else tuple(files)
 
 
 def load_arena(plan: ArenaPlan, options: Options) -> dict[str, torch.Tensor]:
     """Load tensors into a new arena."""
     backend, budget = options.choose(plan.files)
-    job = ReadJob(options.proving(plan.files), plan.reads, budget)
+    job = ReadJob(options.verified_files(plan.files), plan.reads, budget)
     with reporting(options.progress, "loading", plan.nbytes) as report:
         arena = backend.allocate(plan.arena_nbytes)
         try:

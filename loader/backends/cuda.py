@@ -176,7 +176,7 @@ class DeviceJob(ThreadedJob[CudaLane, Request]):
         for index, file in enumerate(job.files):
             # Checked by `_offer`.
             assert file.path is not None
-            assert not file.is_proven
+            assert not file.is_verified
             self._handles.append(cufile.open(file.path))
             self._resources.callback(self._handles[index].close)
             opened.check_not_replaced(index)
@@ -413,7 +413,7 @@ def _offer_cufile(
 ) -> DeviceBackend | str:
     if refused := refuse_without_descriptors(name, files):
         return refused
-    if any(file.is_proven for file in files):
+    if any(file.is_verified for file in files):
         return f"backend {name!r} does not show its bytes to the host, which proves them: use 'pinned' to verify"
     # Imported here because loads to host memory do not need cuFile.
     from relayout.loader.backends import cufile

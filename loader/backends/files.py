@@ -16,7 +16,7 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
 from functools import partial
 
-from relayout.checkpoint.converted import Proven, check_head, check_holes
+from relayout.checkpoint.converted import VerifiedFile, check_head, check_holes
 from relayout.core.extents import BLOCK, Grid, align_down
 from relayout.core.workers import ADVICE_ON_THREADS, each
 from relayout.errors import FormatError
@@ -140,22 +140,22 @@ class ReadableFiles(Closable):
         file, access = self._stored[index], self._access
         if len(self._files) >= self._max_open:
             self._close_one()
-        opened = file.open_unproven(access)
+        opened = file.open_unverified(access)
         try:
             if access is Access.AUTO and self._is_cold(file, opened):
                 opened.close()
-                opened = file.open_unproven(Access.ONCE)
+                opened = file.open_unverified(Access.ONCE)
             if access is Access.AUTO:
                 opened = _mixed(file, opened)
             if not file.folder.cost.is_remote:
                 _check_content(file, opened)
-            proven = file.proving(opened)
+            verified = file.verify_reads(opened)
         except BaseException:
             opened.close()
             raise
-        self._files[index] = proven
+        self._files[index] = verified
         self._alignments.pop(index, None)
-        self.grids[index] = proven.grid if isinstance(proven, Proven) else None
+        self.grids[index] = verified.grid if isinstance(verified, VerifiedFile) else None
 
     def _close_one(self) -> None:
         """Close the least recently used file that no call uses. At least one such file must exist."""
@@ -191,7 +191,7 @@ class ReadableFiles(Closable):
     @property
     def unchecked(self) -> list[int]:
         """Remote files that are identified by their first bytes. Each check is a request, concurrent with reads."""
-        return [i for i, file in enumerate(self._stored) if file.folder.cost.is_remote and file.proof is not None]
+        return [i for i, file in enumerate(self._stored) if file.folder.cost.is_remote and file.digests is not None]
 
     def check(self, file: int) -> None:
         """Check that a remote file is the right one. Thread-safe.
@@ -246,7 +246,7 @@ class ReadableFiles(Closable):
         """
         start = align_down(offset, mmap.PAGESIZE)
         address = None
-        if self._is_mappable and self._stored[file].proof is None:
+        if self._is_mappable and self._stored[file].digests is None:
             with self._using(file) as opened, suppress(OSError):
                 fd, length = opened.fileno(), min(offset + nbytes, opened.nbytes) - start
                 address = map_file(fd, start, length, flags=mmap.MAP_SHARED) if fd is not None and length > 0 else None
@@ -291,19 +291,19 @@ class ReadableFiles(Closable):
     def _is_cold(self, file: StoredFile, opened: ReadableFile) -> bool:
         """Return True if a file without direct reads is not in the page cache at all and should not be added to it."""
         fd = opened.fileno()
-        if fd is None or opened.alignment > 1 or not (self._is_alone or file.proof):
+        if fd is None or opened.alignment > 1 or not (self._is_alone or file.digests):
             return False  # Ranks of a node share the bytes that they read of a plain checkpoint.
         return resident_nbytes(fd, 0, file.nbytes) == 0
 
 
 def _check_content(file: StoredFile, opened: ReadableFile) -> None:
     # Read the header through the load's own descriptor: the file at a path may be replaced at any time.
-    if file.proof is None:
+    if file.digests is None:
         return
     view = Buffer().reserve(BLOCK)
     opened.read(0, view)
-    check_head(view, file.proof.tensors_digest, file.proof.data_start, file.where)
-    check_holes(opened.fileno(), partial(file.open_unproven, Access.BUFFERED), file.proof, file.where)
+    check_head(view, file.digests.tensors_digest, file.digests.data_start, file.where)
+    check_holes(opened.fileno(), partial(file.open_unverified, Access.BUFFERED), file.digests, file.where)
 
 
 def _mixed(file: StoredFile, opened: ReadableFile) -> ReadableFile:
@@ -311,7 +311,7 @@ def _mixed(file: StoredFile, opened: ReadableFile) -> ReadableFile:
     fd = opened.fileno()
     if fd is None or opened.alignment == 1 or not resident_nbytes(fd, 0, file.nbytes):
         return opened
-    other = file.open_unproven(Access.BUFFERED)
+    other = file.open_unverified(Access.BUFFERED)
     try:
         if not os.path.sameopenfile(fd, _fd(other)):
             raise _replaced(file)

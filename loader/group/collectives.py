@@ -335,7 +335,7 @@ class Group:
             kept[self._group] = made
 
         if self._group not in kept:
-            with self._naming_missing(), self.telling():
+            with self._naming_missing(), self.sharing_errors():
                 # Late members are waited for here, so that all members are present when they connect.
                 connecting = timedelta(seconds=_CONNECT_SECONDS) if self._all_called() else self.timeout
                 self._carry_out(connect, here=False)
@@ -510,7 +510,7 @@ class Group:
             del failed  # Breaks the cycle of error, traceback and this frame.
 
     @contextmanager
-    def telling(self) -> Iterator[None]:
+    def sharing_errors(self) -> Iterator[None]:
         """Run an operation: an error outside of `collective` is raised by all other members, at their next message."""
         try:
             yield

@@ -8,7 +8,7 @@ from functools import partial
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from relayout.checkpoint.source import identity_of
-from relayout.core.digests import digest_hex
+from relayout.core.digests import xxh3_hex
 from relayout.core.extents import Bytes, copy_runs
 from relayout.core.slices import CutTensor, number_cuts
 from relayout.core.workers import Stop, Stopped
@@ -19,7 +19,7 @@ from relayout.loader.backends.files import ReadableFiles
 from relayout.loader.backends.host import ThreadedJob, reserve
 from relayout.loader.group.all_to_all import AllToAll, pack, unpack
 from relayout.loader.group.collectives import Group
-from relayout.loader.group.plan import Divided, Division, ExchangedRange, ExchangeRound, plan_exchange
+from relayout.loader.group.plan import DividedTensor, Division, ExchangedRange, ExchangeRound, plan_exchange
 from relayout.loader.requests import Budget
 from relayout.loader.sources.rank import (
     ArenaPlan,
@@ -29,7 +29,7 @@ from relayout.loader.sources.rank import (
     cost_of,
     select,
 )
-from relayout.loader.sources.reshard import PlainRank
+from relayout.loader.sources.reshard import UnconvertedRank
 from relayout.loader.tensors import make_views
 from relayout.reporting import reporting
 from relayout.storage.stores import Access
@@ -49,12 +49,12 @@ class ExchangePlan:
     member: int
     files: tuple[StoredFile, ...]
     """The files to read."""
-    tensors: Sequence[Divided]
+    tensors: Sequence[DividedTensor]
     rounds: Sequence[ExchangeRound]
     """The exchange rounds, which are equal in all members."""
 
     @staticmethod
-    def of(group: Group, files: tuple[StoredFile, ...], tensors: Sequence[Divided]) -> ExchangePlan:
+    def of(group: Group, files: tuple[StoredFile, ...], tensors: Sequence[DividedTensor]) -> ExchangePlan:
         """Plan an exchange; the slices of `tensors` are those of all members, in member order."""
         return ExchangePlan(group.index, files, tensors, plan_exchange(tensors, group.num_members))
 
@@ -157,7 +157,7 @@ class ExchangedLoad:
     """A load of this member's rank of a plain checkpoint. See `sharing.SharedLoad`."""
 
     group: Group
-    source: PlainRank
+    source: UnconvertedRank
     plan: ArenaPlan
     names: Names
     options: Options
@@ -165,7 +165,7 @@ class ExchangedLoad:
     @staticmethod
     def of(group: Group, source: RankSource, plan: ArenaPlan, names: Names, options: Options) -> ExchangedLoad:
         """Return the load of `plan`, of a plain checkpoint, with these options."""
-        assert isinstance(source, PlainRank)
+        assert isinstance(source, UnconvertedRank)
         if options.kind != "cpu":
             raise PlanError(
                 f"group: members load a plain checkpoint to the CPU only, not to {options.device}; convert it",
@@ -179,7 +179,7 @@ class ExchangedLoad:
         patterns = [names] if isinstance(names, str) else names and list(names)
         content, max_gap_nbytes = identity_of(source.checkpoint).content, cost_of(source.files).max_gap_nbytes
         what = repr((content, number_cuts(source.cuts), patterns, max_gap_nbytes))
-        return f"a rank of {source.num_ranks} of {source.store}", digest_hex(what.encode())
+        return f"a rank of {source.num_ranks} of {source.store}", xxh3_hex(what.encode())
 
     def load(self) -> dict[str, torch.Tensor]:
         group, plan, ranks = self.group, self.plan, self.group.all_gather(self.source.rank)
@@ -210,7 +210,7 @@ class ExchangedLoad:
             raise
 
 
-def _divided(source: PlainRank, ranks: Sequence[int], names: Names) -> tuple[list[str], list[Divided]]:
+def _divided(source: UnconvertedRank, ranks: Sequence[int], names: Names) -> tuple[list[str], list[DividedTensor]]:
     """Return the names of the tensors that match, and how each is divided among members that load these ranks."""
     checkpoint = source.checkpoint
     all_names = [tensor.name for tensor in checkpoint.tensors]
@@ -223,7 +223,7 @@ def _divided(source: PlainRank, ranks: Sequence[int], names: Names) -> tuple[lis
         kind = source.cuts[row].tensor(tensor.dtype, tensor.shape)
         if kind not in divisions:
             divisions[kind] = Division.of(tuple(map(kind.rank_transfers, ranks)), max_gap_nbytes)
-        divided.append(Divided(tensor.file, tensor.extent.offset, divisions[kind]))
+        divided.append(DividedTensor(tensor.file, tensor.extent.offset, divisions[kind]))
     return [all_names[row] for row in rows], divided
 
 

@@ -173,7 +173,7 @@ def _extents(transfer: Transfer, max_gap_nbytes: int) -> Iterator[Extent]:
 
 
 @dataclass(frozen=True, slots=True)
-class Divided:
+class DividedTensor:
     """A tensor that members load slices of."""
 
     file: int
@@ -202,7 +202,7 @@ class ExchangedRange:
     member: int = 0
     """The member that reads the range."""
 
-    def kept(self, tensors: Sequence[Divided], member: int) -> Iterator[tuple[int, Transfer]]:
+    def kept(self, tensors: Sequence[DividedTensor], member: int) -> Iterator[tuple[int, Transfer]]:
         """Yield the parts of a member's slices in the range, as (row, transfer from the range's bytes to the slice's).
 
         Together they are `sizes[member]` bytes.
@@ -231,7 +231,7 @@ class ExchangeRound:
 
 
 def plan_exchange(
-    tensors: Sequence[Divided],
+    tensors: Sequence[DividedTensor],
     num_members: int,
     *,
     most_nbytes: int = EXCHANGED_NBYTES,
@@ -258,7 +258,7 @@ def plan_exchange(
     return [ExchangeRound(tuple(ranges), num_members) for ranges in rounds]
 
 
-def _pieces(tensors: Sequence[Divided], num_members: int, most_nbytes: int) -> Iterator[ExchangedRange]:
+def _pieces(tensors: Sequence[DividedTensor], num_members: int, most_nbytes: int) -> Iterator[ExchangedRange]:
     """Yield ranges of single tensors, in file order."""
     for row in sorted(range(len(tensors)), key=lambda row: (tensors[row].file, tensors[row].offset)):
         tensor = tensors[row]
@@ -274,7 +274,7 @@ def _pieces(tensors: Sequence[Divided], num_members: int, most_nbytes: int) -> I
                 start = piece.extent.end
 
 
-def _piece(tensor: Divided, row: int, start: int, end: int, num_members: int) -> ExchangedRange:
+def _piece(tensor: DividedTensor, row: int, start: int, end: int, num_members: int) -> ExchangedRange:
     extent = Extent(start, end - start)
     sizes = (sum(part.total_nbytes for part in tensor.sent(extent, member)) for member in range(num_members))
     return ExchangedRange(tensor.file, extent, (row,), tuple(sizes))

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any, Protocol
 
 from relayout.checkpoint.converted import check_chunk
 from relayout.checkpoint.trust import policy_over
-from relayout.core.digests import digest_hex, proof_hex
+from relayout.core.digests import blake3_hex, xxh3_hex
 from relayout.core.extents import Extent, Grid, Transfer, copy_runs
 from relayout.core.workers import Stop, each
 from relayout.errors import PlanError
@@ -20,7 +20,7 @@ from relayout.loader.backends.files import error_hints
 from relayout.loader.group.collectives import Group
 from relayout.loader.group.plan import Portion, PortionRound, assign_reads
 from relayout.loader.requests import Budget
-from relayout.loader.sources.checkpoint import Asked
+from relayout.loader.sources.checkpoint import LoadRequest
 from relayout.loader.sources.rank import ArenaPlan, RankSource, StoredFile, TensorColumns
 from relayout.loader.stream import PartCounter, Reader, TensorBatch, stream
 from relayout.loader.tensors import make_views, to_device
@@ -45,25 +45,25 @@ class Sharing:
     """The best places to cut each file."""
     kind: str
     """The kind of the device."""
-    believes_none: bool
+    verifies_received: bool
     """True if each member verifies the bytes that other members have read, as the checkpoint is signed."""
 
     @staticmethod
     def of(group: Group, source: RankSource, files: tuple[StoredFile, ...], options: Options) -> Sharing:
         """Share the reads of a source's files."""
-        proofs = [file.proof for file in files if file.proof is not None]
+        proofs = [file.digests for file in files if file.digests is not None]
         if len(proofs) < len(files):
             why = "group: iter_load shares converted checkpoints only: convert it, or use load"
             raise PlanError(why, path=str(source.store), code="unsupported")
-        believes_none = policy_over(source.store) is not None
+        verifies_received = policy_over(source.store) is not None
         grids = [Grid()] * len(files)
-        if options.verify or believes_none:
-            files = tuple(file.proven() for file in files)
-            grids = [proof.grid for proof in proofs]
+        if options.verify or verifies_received:
+            files = tuple(file.verified() for file in files)
+            grids = [digests.grid for digests in proofs]
         what = f"rank {source.rank} of {source.num_ranks} of {source.store} to {options.kind}"
-        what = f"{what}, signed" if believes_none else what
+        what = f"{what}, signed" if verifies_received else what
         what = f"{what}, verified" if options.verify else what
-        return Sharing(group, what, files, grids, options.kind, believes_none)
+        return Sharing(group, what, files, grids, options.kind, verifies_received)
 
     @property
     def is_sent(self) -> bool:
@@ -71,24 +71,24 @@ class Sharing:
 
         Signed checkpoints are exchanged in host memory only, where each member verifies them.
         """
-        return not self.believes_none or self.kind == "cpu"
+        return not self.verifies_received or self.kind == "cpu"
 
     def portions(self, reads: Sequence[Read], start: int = 0) -> tuple[Portion, ...]:
         """Assign the reads that fill the arena from the offset `start` on to the members."""
         return assign_reads(reads, self.group.num_members, self.grids, start=start)
 
-    def prove(
+    def verify(
         self, reads: Sequence[Read], rounds: Sequence[PortionRound], memory: torch.Tensor, start: int, num_threads: int
     ) -> None:
-        """Verify bytes that other members have read, if required; see `prove_received`. All members call this."""
-        if self.believes_none:
+        """Verify bytes that other members have read, if required; see `verify_received`. All members call this."""
+        if self.verifies_received:
             with self.group.collective():
-                prove_received(self.files, reads, rounds, memory.numpy().data, start, num_threads)
+                verify_received(self.files, reads, rounds, memory.numpy().data, start, num_threads)
 
     def identity(self, *others: object) -> tuple[str, str]:
         """Return a description of the load, and a digest of the files and all else that members must agree on."""
-        named = [(file.name, file.nbytes, file.proof and file.proof.tensors_digest) for file in self.files]
-        return self.what, digest_hex(repr((named, self.kind, self.believes_none, others)).encode())
+        named = [(file.name, file.nbytes, file.digests and file.digests.tensors_digest) for file in self.files]
+        return self.what, xxh3_hex(repr((named, self.kind, self.verifies_received, others)).encode())
 
 
 class _SharedStream(Reader):
@@ -112,9 +112,9 @@ class _SharedStream(Reader):
     def fill(self, batch: TensorBatch, memory: torch.Tensor) -> None:
         self._sharing.group.broadcast(self._rounds[batch.start].within(memory, batch.start))
 
-    def prove(self, batch: TensorBatch, memory: torch.Tensor, num_threads: int) -> None:
+    def verify(self, batch: TensorBatch, memory: torch.Tensor, num_threads: int) -> None:
         sent = self._rounds.pop(batch.start)
-        self._sharing.prove(batch.layout.reads, [sent], memory, batch.start, num_threads)
+        self._sharing.verify(batch.layout.reads, [sent], memory, batch.start, num_threads)
 
     @property
     def may_discard(self) -> bool:
@@ -131,7 +131,7 @@ def stream_together(
     Args:
         prepare: returns the source, the tensors and the options of this member.
     """
-    with group.telling():
+    with group.sharing_errors():
         with error_hints(), group.collective():
             source, contents, options = prepare()
             sharing = Sharing.of(group, source, contents.files, options)
@@ -143,20 +143,20 @@ def stream_together(
         yield from tensors
 
 
-def load_together(asked: Asked, process_group: ProcessGroup) -> dict[str, torch.Tensor]:
+def load_together(request: LoadRequest, process_group: ProcessGroup) -> dict[str, torch.Tensor]:
     """Load one rank together with all other members of a group, which call this, too.
 
     All members load the same rank, unless the checkpoint is a plain one.
     """
     group = Group(process_group)
-    with group.telling():
+    with group.sharing_errors():
         with group.collective():
-            options, source = asked.options(), asked.source()
-            plan = source.arena(asked.names)
-            if source.is_plain:
+            options, source = request.options(), request.source()
+            plan = source.arena(request.names)
+            if source.is_unconverted:
                 from relayout.loader.group.exchange import ExchangedLoad  # Imports planners.
 
-                shared: SharedLoad = ExchangedLoad.of(group, source, plan, asked.names, options)
+                shared: SharedLoad = ExchangedLoad.of(group, source, plan, request.names, options)
             else:
                 sharing = Sharing.of(group, source, plan.files, options)
                 shared = (
@@ -236,7 +236,7 @@ class _PortionedLoad:
                     running = self.backend.start(arena, job)
                     base = arena.tensor()
                 self._exchange(rounds, counter, running, base, report)
-                self.sharing.prove(self.plan.reads, rounds, base, 0, self.budget.threads)
+                self.sharing.verify(self.plan.reads, rounds, base, 0, self.budget.threads)
                 with group.collective(is_last=True):
                     running.join()
                     return make_views(to_device(base, self.options.device), self.plan.tensors())
@@ -291,7 +291,7 @@ def check_same(group: Group, mine: tuple[str, str], *, is_last: bool = False) ->
             )
 
 
-def prove_received(
+def verify_received(
     files: Sequence[StoredFile],
     reads: Sequence[Read],
     rounds: Sequence[PortionRound],
@@ -310,20 +310,20 @@ def prove_received(
     """
     received = _received_chunks(files, reads, rounds)
     needed = {part.file: files[part.file] for part in received}
-    digests = {index: file.proof.chunk_digests() for index, file in needed.items() if file.proof is not None}
+    digests = {index: file.digests.chunk_digests() for index, file in needed.items() if file.digests is not None}
     with ExitStack() as stack:
         opened = {index: stack.enter_context(file.open(Access.BUFFERED)) for index, file in needed.items()}
 
-        def prove(part: _ReceivedChunk) -> None:
+        def verify(part: _ReceivedChunk) -> None:
             if not part.is_whole:
                 part.fill(opened[part.file], memory, start)
                 return
             file = needed[part.file]
-            assert file.proof is not None
-            digest = proof_hex(part.view(memory, start))
+            assert file.digests is not None
+            digest = blake3_hex(part.view(memory, start))
             check_chunk(digest, digests[part.file], part.number, part.extent, file.where)
 
-        each(prove, received, num_threads)
+        each(verify, received, num_threads)
 
 
 @dataclass(frozen=True, slots=True)
@@ -373,10 +373,10 @@ def _received_chunks(
     ]
     chunks: dict[tuple[int, int, Extent], list[Transfer]] = defaultdict(list)
     for read in reads:
-        proof, transfer = files[read.file].proof, read.transfer
-        assert proof is not None
+        digests, transfer = files[read.file].digests, read.transfer
+        assert digests is not None
         span = Extent(transfer.source, transfer.source_end - transfer.source)
-        for number, chunk, part in chunks_over(span, proof.data_start, files[read.file].nbytes, proof.chunk_nbytes):
+        for number, chunk, part in chunks_over(span, digests.data_start, files[read.file].nbytes, digests.chunk_nbytes):
             if pieces := transfer.clipped(part.offset, part.end):
                 chunks[read.file, number, chunk] += pieces
 

@@ -28,7 +28,7 @@ from relayout.checkpoint.converted import (
 from relayout.checkpoint.folder import check_exists
 from relayout.checkpoint.trust import TrustedStore, policy_over, trusted
 from relayout.core.arguments import at_least_one, integer, size
-from relayout.core.digests import digest_hex
+from relayout.core.digests import xxh3_hex
 from relayout.core.extents import Transfer
 from relayout.core.slices import WHOLE
 from relayout.errors import FormatError, PlanError, RelayoutError, warn
@@ -181,7 +181,7 @@ class LoadOptions(TypedDict, total=False):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Asked:
+class LoadRequest:
     """The arguments of a load before they are checked or anything is read. `relayout.load` explains the fields."""
 
     path: str | os.PathLike[str] | Store
@@ -241,12 +241,12 @@ class Asked:
         )
         if self.deltas:
             found = changed_rank(found, tp, self.deltas, self.experts)
-        self.check_proven(found.store, is_plain=found.is_plain)
+        self.check_verified(found.store, is_unconverted=found.is_unconverted)
         return found
 
-    def check_proven(self, store: Store, *, is_plain: bool) -> None:
+    def check_verified(self, store: Store, *, is_unconverted: bool) -> None:
         """Raise PlanError if digests of a plain checkpoint are to be compared."""
-        if self.verify and is_plain:
+        if self.verify and is_unconverted:
             what = "cannot be verified: only converted checkpoints have digests"
             raise PlanError(what, path=str(store), code="unsupported")
 
@@ -290,7 +290,7 @@ def find_rank(
         if experts is not None:
             what = f"experts cannot be selected: not converted ({MANIFEST_NAME} is missing); relayout convert makes one"
             raise PlanError(what, path=str(store), code="unsupported")
-        return _plain(store, rank, tp, cache)
+        return _unconverted(store, rank, tp, cache)
     manifest = parse_manifest(blob, store.location(MANIFEST_NAME))
     check_rank(store, rank, manifest.num_ranks if tp is None else tp)
     rank_of = partial(_rank_of, manifest=manifest, rank=rank, tp=tp, experts=experts)
@@ -305,7 +305,7 @@ def _store_of(path: str | os.PathLike[str] | Store, trust: Trust) -> Store:
     return trusted(given.snapshot(), trust)
 
 
-def _plain(store: Store, rank: int, tp: int | None, option: CacheOption) -> RankSource:
+def _unconverted(store: Store, rank: int, tp: int | None, option: CacheOption) -> RankSource:
     """Return the rank of a plain checkpoint: in a conversion that a cache keeps, or sliced while it is loaded."""
     check_exists(store)
     if tp is None:
@@ -318,9 +318,9 @@ def _plain(store: Store, rank: int, tp: int | None, option: CacheOption) -> Rank
     check_rank(store, rank, tp)
     if (tp > 1 or store.cost.is_remote) and (kept := _converted(store, rank, tp, option)) is not None:
         return kept
-    from relayout.loader.sources.reshard import plain_rank
+    from relayout.loader.sources.reshard import unconverted_rank
 
-    return plain_rank(store, rank, tp)
+    return unconverted_rank(store, rank, tp)
 
 
 def _check_source(store: Store) -> None:
@@ -420,7 +420,7 @@ def held_entry(source: RankSource) -> HeldEntry | None:
     return getattr(store, "entry", None)
 
 
-def doubt_cache(source: RankSource, error: FormatError) -> bool:
+def invalidate_cache_entry(source: RankSource, error: FormatError) -> bool:
     """Invalidate the cache entry in which a load has found damage, and add to the error that the next load rebuilds it.
 
     Returns:
@@ -431,18 +431,18 @@ def doubt_cache(source: RankSource, error: FormatError) -> bool:
     entry, store = held_entry(source), source.store
     if entry is None or (isinstance(store, DeltaStore) and store.is_of_delta(error)):
         return False
-    entry.doubt()
+    entry.invalidate()
     again = "the next load makes this entry of the cache again (`relayout cache list` lists them)"
     error.amend(what=f"{error.what}; {again}")
     return True
 
 
-def doubting(tensors: Iterator[tuple[str, torch.Tensor]], source: RankSource) -> Iterator[tuple[str, torch.Tensor]]:
-    """Yield the tensors of a source; for damage that they reveal in a cache, see `doubt_cache`."""
+def invalidating(tensors: Iterator[tuple[str, torch.Tensor]], source: RankSource) -> Iterator[tuple[str, torch.Tensor]]:
+    """Yield the tensors of a source; for damage that they reveal in a cache, see `invalidate_cache_entry`."""
     try:
         yield from tensors
     except FormatError as error:
-        doubt_cache(source, error)
+        invalidate_cache_entry(source, error)
         raise
 
 
@@ -453,10 +453,10 @@ def _converted(store: Store, rank: int, tp: int, option: CacheOption) -> RankSou
     cache = cache_of(option)
     if cache is None:
         return None
-    from relayout.cache.conversions import kept_conversion
+    from relayout.cache.conversions import cached_conversion
 
     try:
-        kept = kept_conversion(store, tp, cache)
+        kept = cached_conversion(store, tp, cache)
         return _rank_of(kept, read_manifest(kept), rank, tp)
     except (RelayoutError, OSError) as error:
         what = f"{store}: read as it is; it is not kept in the cache {cache.folder}: {error}"
@@ -470,17 +470,17 @@ class WholeTensors:
 
     store: Store
     pieces: Pieces
-    plain: SourceCheckpoint | None = None
+    unconverted: SourceCheckpoint | None = None
     """The plain checkpoint; None: it was converted."""
 
     def content(self) -> str:
         """Return a text that is equal for checkpoints of the same content."""
         from relayout.checkpoint.source import identity_of
 
-        if self.plain is not None:
-            return identity_of(self.plain).content
-        named = [(file.name, file.nbytes, file.proof and file.proof.tensors_digest) for file in self.pieces.files]
-        return digest_hex(repr(named).encode())
+        if self.unconverted is not None:
+            return identity_of(self.unconverted).content
+        named = [(file.name, file.nbytes, file.digests and file.digests.tensors_digest) for file in self.pieces.files]
+        return xxh3_hex(repr(named).encode())
 
 
 def find_tensors(
@@ -491,7 +491,7 @@ def find_tensors(
     Args:
         by_transformers: of several models in a plain folder, select the one that transformers loads.
     """
-    from relayout.loader.sources.reshard import plain_rank, whole_pieces
+    from relayout.loader.sources.reshard import unconverted_rank, whole_pieces
 
     store = _store_of(path, trust)
     if deltas:
@@ -499,5 +499,5 @@ def find_tensors(
     manifest = find_manifest(store)
     if manifest is not None:
         return WholeTensors(store, whole_pieces(store, manifest))
-    source = plain_rank(store, 0, 1, by_transformers=by_transformers)
+    source = unconverted_rank(store, 0, 1, by_transformers=by_transformers)
     return WholeTensors(store, source.pieces(), source.checkpoint)

@@ -8,7 +8,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Protocol, TypeAlias, TypeVar
 
-from relayout.checkpoint.converted import FileProof, Proven, proof_of
+from relayout.checkpoint.converted import FileDigests, VerifiedFile, file_digests_of
 from relayout.core.arguments import compile_glob, invalid_because, ranks_text
 from relayout.core.extents import align_up
 from relayout.core.slices import Slice, num_bytes
@@ -30,11 +30,11 @@ class StoredFile:
     name: str
     nbytes: int
     """Expected length of the file."""
-    proof: FileProof | None = None
+    digests: FileDigests | None = None
     """Digests of the file's content; None for a file of a plain checkpoint."""
     version: str | None = None
     """Expected version of the file, if its header has been read."""
-    is_proven: bool = False
+    is_verified: bool = False
     """True if all bytes are verified when read. The open file has no descriptor, so that all bytes pass `read`."""
 
     @property
@@ -47,10 +47,10 @@ class StoredFile:
         """The path of the file; None if its store has no file descriptors."""
         return self.folder.path(self.name)
 
-    def proven(self) -> StoredFile:
+    def verified(self) -> StoredFile:
         """Return a file that verifies its bytes when they are read."""
-        assert self.proof is not None
-        return replace(self, is_proven=True)
+        assert self.digests is not None
+        return replace(self, is_verified=True)
 
     def open(self, access: Access) -> ReadableFile:
         """Open the file; for errors see `Store.open`. A file without a version is verified, too.
@@ -58,29 +58,29 @@ class StoredFile:
         Raises:
             FormatError: the file has neither a version nor digests.
         """
-        opened = self.open_unproven(access)
+        opened = self.open_unverified(access)
         try:
-            return self.proving(opened)
+            return self.verify_reads(opened)
         except BaseException:
             opened.close()
             raise
 
-    def open_unproven(self, access: Access) -> ReadableFile:
-        """Open the file without verification; for errors see `Store.open`. Pass the result to `proving`."""
+    def open_unverified(self, access: Access) -> ReadableFile:
+        """Open the file without verification; for errors see `Store.open`. Pass the result to `verify_reads`."""
         return self.folder.open(self.name, self.nbytes, access=access, version=self.version)
 
-    def proving(self, opened: ReadableFile) -> ReadableFile:
+    def verify_reads(self, opened: ReadableFile) -> ReadableFile:
         """Return the open file, which verifies its bytes if requested, if it has no version, or if its store needs it.
 
         Raises:
             FormatError: it has neither a version nor digests; or the digests are damaged.
         """
-        is_proven = self.is_proven or self.folder.cost.needs_digests
-        if (opened.version and not is_proven) or isinstance(opened, Proven):  # The store verifies.
+        is_verified = self.is_verified or self.folder.cost.needs_digests
+        if (opened.version and not is_verified) or isinstance(opened, VerifiedFile):  # The store verifies.
             return opened
-        if self.proof is None:
+        if self.digests is None:
             raise unversioned(self.where)
-        return Proven(opened, self.proof, self.where)
+        return VerifiedFile(opened, self.digests, self.where)
 
 
 def cached_nbytes(files: Iterable[StoredFile]) -> int | None:
@@ -111,7 +111,7 @@ def files_of(folder: Store, manifest: Manifest, indices: Iterable[int]) -> tuple
 
     def stored(index: int) -> StoredFile:
         file = manifest.files[index]
-        return StoredFile(folder, file.name, file.nbytes, proof_of(folder, manifest, index))
+        return StoredFile(folder, file.name, file.nbytes, file_digests_of(folder, manifest, index))
 
     return tuple(map(stored, indices))
 
@@ -340,8 +340,8 @@ class RankSource(ABC):
         return None
 
     @property
-    def is_plain(self) -> bool:
-        """True if the checkpoint was not converted: this is a `PlainRank`."""
+    def is_unconverted(self) -> bool:
+        """True if the checkpoint was not converted: this is a `UnconvertedRank`."""
         return False
 
     @property

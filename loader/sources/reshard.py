@@ -412,7 +412,7 @@ class Ranks:
 
 
 @dataclass(frozen=True, slots=True)
-class PlainRank(RankSource):
+class UnconvertedRank(RankSource):
     """One rank of a checkpoint that was not converted, by the built-in plan for its model type."""
 
     checkpoint: SourceCheckpoint
@@ -426,7 +426,7 @@ class PlainRank(RankSource):
         return [(tensor, cut) for tensor, cut in pairs if cut.slices[self.rank].is_held]
 
     @property
-    def is_plain(self) -> bool:
+    def is_unconverted(self) -> bool:
         return True
 
     @property
@@ -477,10 +477,10 @@ class PlainRank(RankSource):
         return tuple(StoredFile(folder, file.name, file.nbytes, version=file.version) for file in self.checkpoint.files)
 
 
-def plain_rank(store: Store, rank: int, num_ranks: int, *, by_transformers: bool = False) -> PlainRank:
+def unconverted_rank(store: Store, rank: int, num_ranks: int, *, by_transformers: bool = False) -> UnconvertedRank:
     """Read the headers, and plan; `by_transformers` is as for `read_source`."""
     from relayout.plans.planner import plan_by, plan_for
 
     checkpoint = read_source(store, by_transformers=by_transformers)
     plan = plan_for(checkpoint, num_ranks) if num_ranks > 1 else plan_by(checkpoint, num_ranks, None)
-    return PlainRank(store, rank, num_ranks, checkpoint, [plan.cuts[cut] for cut in plan.cut_of])
+    return UnconvertedRank(store, rank, num_ranks, checkpoint, [plan.cuts[cut] for cut in plan.cut_of])

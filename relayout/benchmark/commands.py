@@ -102,7 +102,7 @@ def bench(
 def _show_bench(out: Printing, drawing: Path | None, result: Bench) -> None:
     out.show(result, shown)
     if drawing is not None:
-        _draw(result, drawing, out.tell)
+        _draw(result, drawing, out.log_line)
 
 
 def new_chart(chart: str) -> Path:
@@ -121,16 +121,16 @@ def new_chart(chart: str) -> Path:
     return path
 
 
-def _draw(result: Bench, path: Path, tell: Callable[[str], None]) -> None:
+def _draw(result: Bench, path: Path, log_line: Callable[[str], None]) -> None:
     from relayout.benchmark.chart import bandwidth_chart
 
     drawn = bandwidth_chart(result.loads, result.drive_gb_per_s)
     if drawn is None:
-        tell("no chart: no cold load was measured, or the system does not count the reads of this drive")
+        log_line("no chart: no cold load was measured, or the system does not count the reads of this drive")
         return
     with path.open("x", encoding="utf-8") as file:
         file.write(drawn)
-    tell(f"wrote {path}")
+    log_line(f"wrote {path}")
 
 
 def _made(out: Printing, show: Callable[[Bench], None], path: str, size: str, options: dict[str, Any]) -> Bench:
@@ -139,9 +139,9 @@ def _made(out: Printing, show: Callable[[Bench], None], path: str, size: str, op
     from relayout.benchmark.machine import devices_of
 
     devices_of(options["device"])  # Checked before gigabytes are written.
-    with measure.made_checkpoint(path, size, options["tp"], out.tell) as source:
+    with measure.made_checkpoint(path, size, options["tp"], out.log_line) as source:
         plan = measure.plan_bench(source, **options)
-        result = plan.run(drop_caches=True, tell=out.tell, partly=show)
+        result = plan.run(drop_caches=True, log_line=out.log_line, partly=show)
     return replace(result, source=None, converted=None)
 
 
@@ -153,7 +153,7 @@ def _measured(
 
     plan = measure.plan_bench(path, **options)
     may_drop = may_drop_caches(len(plan.folders.every_file), plan.droppable_nbytes) if yes is None else yes
-    return plan.run(drop_caches=may_drop, tell=out.tell, partly=show)
+    return plan.run(drop_caches=may_drop, log_line=out.log_line, partly=show)
 
 
 def may_drop_caches(num_files: int, nbytes: int) -> bool:

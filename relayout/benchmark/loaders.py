@@ -271,13 +271,13 @@ def instanttensor(job: LoadJob) -> Tensors:
 
 
 _RELAYOUT = ("", ("relayout.loader.api", "relayout.loader.backends.cuda"))
-_STOCK = ("safetensors", ("safetensors.torch",))
+_BUILTIN = ("safetensors", ("safetensors.torch",))
 
 LOADERS: dict[str, Loader] = {
     "relayout": Loader(relayout, "relayout, converted", "relayout", *_RELAYOUT, reads_converted=True),
     "relayout_plain": Loader(relayout_plain, "relayout, plain folder", "relayout", *_RELAYOUT),
-    "load_file": Loader(load_file, "safetensors load_file", "safetensors load_file", *_STOCK),
-    "get_slice": Loader(get_slice, "safetensors get_slice", "safetensors get_slice", *_STOCK),
+    "load_file": Loader(load_file, "safetensors load_file", "safetensors load_file", *_BUILTIN),
+    "get_slice": Loader(get_slice, "safetensors get_slice", "safetensors get_slice", *_BUILTIN),
     "fastsafetensors": Loader(
         fastsafetensors, "fastsafetensors", "fastsafetensors", "fastsafetensors", ("fastsafetensors",)
     ),

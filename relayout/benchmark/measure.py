@@ -31,7 +31,7 @@ from relayout.benchmark.machine import (
     num_cpus,
     total_nbytes,
 )
-from relayout.benchmark.run import Folders, RankGroup, Tell, digest_of
+from relayout.benchmark.run import Folders, LogLine, RankGroup, digest_of
 from relayout.benchmark.verdict import RankLoads, verdict, warnings_of
 from relayout.checkpoint.converted import check_present, is_converted, read_digests, read_manifest, read_table
 from relayout.checkpoint.folder import check_exists
@@ -89,12 +89,12 @@ Tensor = tuple[str, str, tuple[int, ...]]
 """Name, dtype, and shape of a tensor."""
 
 
-class Counted:
+class LoadCounter:
     """Counts loads, reports each one with the remaining time, and checks the time budget."""
 
-    def __init__(self, total: int, budget: float | None, tell: Tell) -> None:
+    def __init__(self, total: int, budget: float | None, log_line: LogLine) -> None:
         self.total, self.done = total, 0
-        self._budget, self._tell, self._started = budget, tell, time.monotonic()
+        self._budget, self._log_line, self._started = budget, log_line, time.monotonic()
 
     def __call__(self, line: str) -> None:
         self.done += 1
@@ -102,7 +102,7 @@ class Counted:
         left = elapsed / self.done * (self.total - self.done)
         if self._budget is not None:
             left = min(left, max(0.0, self._budget - elapsed))
-        self._tell(f"{self.done}/{self.total} {line}; about {_duration(left)} left")
+        self._log_line(f"{self.done}/{self.total} {line}; about {_duration(left)} left")
 
     def is_over(self, share: float = 1.0) -> bool:
         """Return True if this share of the time budget has passed."""
@@ -161,7 +161,7 @@ class BenchPlan:
         self,
         *,
         drop_caches: bool,
-        tell: Tell = lambda line: None,
+        log_line: LogLine = lambda line: None,
         partly: Callable[[Bench], None] = lambda result: None,
     ) -> Bench:
         """Carry out the measurements. Files are only read.
@@ -178,14 +178,14 @@ class BenchPlan:
         about = describe(self.folders.every_file[0].parent)
         states = ("cold", "warm") if drop_caches else ("warm",)
         idle = "memory that the host of a virtual machine has taken back: before each load, memory is touched and freed"
-        found = Found([*self.left_out, idle], [], [])
+        found = BenchResults([*self.left_out, idle], [], [])
         if not drop_caches:
             found.left_out.append(
                 "cold loads: dropping the files from the page cache was not allowed (--yes allows it)"
             )
         groups = self._groups(states)
-        counted = Counted(sum(len(group.names) for group in groups) * self.runs, self.budget, tell)
-        tell(self._estimate(counted.total, len(states)))
+        counted = LoadCounter(sum(len(group.names) for group in groups) * self.runs, self.budget, log_line)
+        log_line(self._estimate(counted.total, len(states)))
         try:
             for done, group in enumerate(groups, 1):
                 self._measure(group, found, counted, done / len(groups))
@@ -209,7 +209,7 @@ class BenchPlan:
             for ranks in together
         ]
 
-    def _measure(self, group: RankGroup, found: Found, counted: Counted, share: float) -> None:
+    def _measure(self, group: RankGroup, found: BenchResults, counted: LoadCounter, share: float) -> None:
         """Measure a group until this share of the time budget is used, or append the reason for leaving it out."""
         why = group.too_large()
         if why is None and counted.is_over() and found.loads:
@@ -223,7 +223,7 @@ class BenchPlan:
             found.limits.extend(filter(None, (drive_limit(files) for _ in range(self.runs))))
         group.measure(self.runs, counted, found.loads.append, is_over=lambda: counted.is_over(share))
 
-    def _result(self, about: Machine, found: Found) -> Bench:
+    def _result(self, about: Machine, found: BenchResults) -> Bench:
         folders, loads = self.folders, found.loads
         drive = statistics.median(limit.gb_per_s for limit in found.limits) if found.limits else None
         return Bench(
@@ -253,7 +253,7 @@ class BenchPlan:
 
 
 @dataclass(frozen=True, slots=True)
-class Found:
+class BenchResults:
     """Results collected while a benchmark runs."""
 
     left_out: list[str]
@@ -313,7 +313,7 @@ def plan_bench(
 
 @contextmanager
 def made_checkpoint(
-    folder: str | os.PathLike[str], nbytes: int | str, tp: int | None = None, tell: Tell = lambda line: None
+    folder: str | os.PathLike[str], nbytes: int | str, tp: int | None = None, log_line: LogLine = lambda line: None
 ) -> Iterator[Path]:
     """Write a checkpoint of Llama-3.1-8B shapes of about `nbytes`, and its conversion, in a temporary folder.
 
@@ -336,7 +336,7 @@ def made_checkpoint(
         )
     with tempfile.TemporaryDirectory(prefix="relayout-bench-", dir=parent) as scratch:
         source = Path(scratch) / "made"
-        tell(f"making a checkpoint of {total / 1e9:.1f} GB and converting it to {tp} ranks, below {parent}")
+        log_line(f"making a checkpoint of {total / 1e9:.1f} GB and converting it to {tp} ranks, below {parent}")
         write_llama(source, layers, shard_nbytes=10**9)
         convert(source, tp=tp)
         yield source
@@ -417,9 +417,9 @@ def _find_folders(path: str | os.PathLike[str], tp: int | None, against: str | o
         raise PlanError("not on a local file system, whose page cache can be dropped", path=path, code="option")
     check_exists(store)
     if is_converted(store):
-        folders = Folders(other or _source_beside(folder), folder, tp or 0)
+        folders = Folders(other or _find_source(folder), folder, tp or 0)
     else:
-        folders = Folders(folder, other or _converted_beside(folder, tp), tp or 0)
+        folders = Folders(folder, other or _find_converted(folder, tp), tp or 0)
     manifest = folders.manifest
     if manifest is None and tp is None:
         what = f"there is no converted folder next to it: set --tp N (relayout convert {folder} --tp N makes one)"
@@ -436,13 +436,13 @@ def _find_folders(path: str | os.PathLike[str], tp: int | None, against: str | o
     return replace(folders, tp=tp or manifest.num_ranks)
 
 
-def _source_beside(converted: Path) -> Path | None:
+def _find_source(converted: Path) -> Path | None:
     stem, _, degree = converted.resolve().name.rpartition("-tp")
     source = converted.resolve().with_name(stem) if stem and degree.isdecimal() else None
     return source if source is not None and source.is_dir() else None
 
 
-def _converted_beside(source: Path, tp: int | None) -> Path | None:
+def _find_converted(source: Path, tp: int | None) -> Path | None:
     """Return the folder that `convert` writes by default. Without a degree: the existing one of the highest degree."""
     degrees = range(_MAX_RANKS, 0, -1) if tp is None else [tp]
     folders = (Path(default_output(source, degree)) for degree in degrees)

@@ -27,9 +27,9 @@ from typing import IO, TYPE_CHECKING
 from relayout.benchmark.loaders import Loader, LoadJob, plan_rank, shards_of
 from relayout.benchmark.machine import NotPrepared, cpu_seconds, device_nbytes, num_cpus, prepare, total_nbytes
 from relayout.benchmark.samples import drive_number, sampling
-from relayout.benchmark.verdict import Measured, RankLoads, Timing
+from relayout.benchmark.verdict import Measurement, RankLoads, Timing
 from relayout.checkpoint.converted import read_manifest
-from relayout.core.digests import digest_hex
+from relayout.core.digests import xxh3_hex
 from relayout.core.workers import PIPE, Child, start_child
 from relayout.format.index import Manifest
 from relayout.storage.stores import find_store
@@ -47,18 +47,18 @@ _LEAST_RUNS = 2
 _PROCESS_NBYTES = 400 * 10**6
 """Memory of a process without tensors, in bytes: Python and torch."""
 
-Tell = Callable[[str], None]
+LogLine = Callable[[str], None]
 Running = tuple[Child, IO[bytes]]
 """A process, and the file that contains its messages."""
 
 
-class Died(Exception):
+class LoaderDied(Exception):
     """Raised if a loader did not finish."""
 
 
 def load_together(
     jobs: Sequence[LoadJob], loader: Loader, ready: Callable[[], None], *, limit: float, drive: str | None = None
-) -> Measured:
+) -> Measurement:
     """Load the jobs' ranks at once, each in a fresh process.
 
     Args:
@@ -80,18 +80,18 @@ def load_together(
         try:
             ready()
         except NotPrepared as error:
-            raise Died(f"not run: {error}") from None
+            raise LoaderDied(f"not run: {error}") from None
         busy, cpus = cpu_seconds()
         began = time.monotonic()
         with sampling(drive) as samples:
-            _tell(running)
+            _log_line(running)
             measured = [json.loads(line) for line in _lines(running, limit, kills)]
         elapsed, busy = time.monotonic() - began, cpu_seconds()[0] - busy
-        _tell(running)
+        _log_line(running)
         digests = tuple(json.loads(line) for line in _lines(running, limit, kills))
     own = sum(rank["cpu_seconds"] for rank in measured)
     on_host = jobs[0].device == "cpu"
-    return Measured(
+    return Measurement(
         seconds=max(rank["ended"] for rank in measured) - min(rank["started"] for rank in measured),
         cpu_seconds=own,
         nbytes=sum(rank["nbytes"] for rank in measured),
@@ -137,7 +137,7 @@ def _end(process: Child) -> None:
         stream.close()
 
 
-def _tell(running: Sequence[Running]) -> None:
+def _log_line(running: Sequence[Running]) -> None:
     """Let each process continue with its next step."""
     for process, _ in running:
         assert process.stdin
@@ -155,7 +155,7 @@ def _lines(running: Sequence[Running], limit: float, kills: int) -> list[bytes]:
             [stream for stream in waiting if stream], [], [], max(0, deadline - time.monotonic())
         )
         if not ready:
-            raise Died(f"no answer after {limit:.0f} s")
+            raise LoaderDied(f"no answer after {limit:.0f} s")
         for stream in ready:
             rank = waiting.pop(stream)
             lines[rank] = stream.readline()
@@ -164,13 +164,13 @@ def _lines(running: Sequence[Running], limit: float, kills: int) -> list[bytes]:
     return [lines[rank] for rank in range(len(running))]
 
 
-def _death(process: Child, errors: IO[bytes], kills: int) -> Died:
+def _death(process: Child, errors: IO[bytes], kills: int) -> LoaderDied:
     status = process.wait()
     errors.seek(0)
     messages = errors.read().decode(errors="replace").strip().splitlines() or [""]
     if status < 0:
-        return Died(f"killed by signal {-status}" + (" (out of memory)" if _oom_kills() > kills else ""))
-    return Died(f"exit status {status}: {messages[-1][:200]}")
+        return LoaderDied(f"killed by signal {-status}" + (" (out of memory)" if _oom_kills() > kills else ""))
+    return LoaderDied(f"exit status {status}: {messages[-1][:200]}")
 
 
 def _oom_kills() -> int:
@@ -283,7 +283,7 @@ class RankGroup:
     def measure(
         self,
         runs: int,
-        tell: Tell,
+        log_line: LogLine,
         found: Callable[[RankLoads], None],
         *,
         is_over: Callable[[], bool] = lambda: False,
@@ -296,7 +296,7 @@ class RankGroup:
             is_over: returns True if optional turns are to be left out from now on.
         """
         names = self.names
-        measured: dict[str, list[Measured]] = {name: [] for name in names}
+        measured: dict[str, list[Measurement]] = {name: [] for name in names}
         failures: dict[str, str] = {}
         try:
             for run in range(runs):
@@ -305,20 +305,20 @@ class RankGroup:
                 turn = run % len(names)
                 for name in names[turn:] + names[:turn]:
                     if name not in failures:
-                        tell(self._tried(name, measured, failures))
+                        log_line(self._tried(name, measured, failures))
         finally:
             found(self._loads(measured, failures))
 
-    def _tried(self, name: str, measured: dict[str, list[Measured]], failures: dict[str, str]) -> str:
+    def _tried(self, name: str, measured: dict[str, list[Measurement]], failures: dict[str, str]) -> str:
         """Load once, and return a line about the result."""
         try:
             measured[name].append(self._load(name))
-        except Died as died:
+        except LoaderDied as died:
             failures[name] = str(died)
         said = failures.get(name) or f"{measured[name][-1].seconds:.2f} s"
         return f"{self.title}, {self.state}: {self.loaders[name].title}: {said}"
 
-    def _loads(self, measured: Mapping[str, list[Measured]], failures: Mapping[str, str]) -> RankLoads:
+    def _loads(self, measured: Mapping[str, list[Measurement]], failures: Mapping[str, str]) -> RankLoads:
         return RankLoads(
             title=self.title,
             num_ranks=len(self.ranks),
@@ -330,7 +330,7 @@ class RankGroup:
             expected=None if self.expected is None else tuple(self.expected[rank] for rank in self.ranks),
         )
 
-    def _load(self, name: str) -> Measured:
+    def _load(self, name: str) -> Measurement:
         loader, folders, count = self.loaders[name], self.folders, len(self.ranks)
         memory = available_nbytes() // 2 // count
         source, converted = (str(folder or "") for folder in (folders.source, folders.converted))
@@ -394,7 +394,7 @@ def serve(job: LoadJob, loader: Loader) -> None:
 
 def digest_of(rows: Iterable[tuple[str, tuple[int, ...], str]]) -> str:
     """Return one digest of a rank's tensors, given as (name, shape, digest of the bytes) in any order."""
-    return digest_hex(json.dumps(sorted((name, list(shape), digest) for name, shape, digest in rows)).encode())
+    return xxh3_hex(json.dumps(sorted((name, list(shape), digest) for name, shape, digest in rows)).encode())
 
 
 def digest_of_tensors(tensors: Mapping[str, torch.Tensor]) -> str:
@@ -407,7 +407,7 @@ def _digest(name: str, tensor: torch.Tensor) -> str:
 
     if not tensor.is_contiguous():
         raise SystemExit(f"{name} was loaded as a view that is not contiguous")
-    return digest_hex(tensor.flatten().view(torch.uint8).cpu().numpy().data)
+    return xxh3_hex(tensor.flatten().view(torch.uint8).cpu().numpy().data)
 
 
 def _wait() -> None:

@@ -22,7 +22,7 @@ _AT_LIMIT = 0.85
 
 
 @dataclass(frozen=True, slots=True)
-class Measured:
+class Measurement:
     """One load of one or more ranks at once. Peaks are of resident host memory, including mapped pages of files."""
 
     seconds: float
@@ -51,7 +51,7 @@ class Timing:
     loader: str
     title: str
     family: str
-    runs: tuple[Measured, ...]
+    runs: tuple[Measurement, ...]
     failure: str | None
     """Reason why the last run failed, or None."""
 
@@ -64,7 +64,7 @@ class Timing:
         """Return the median of a field over all runs; at least one run is required."""
         return float(statistics.median(getattr(run, field) for run in self.runs))
 
-    def median_run(self) -> Measured:
+    def median_run(self) -> Measurement:
         """Return the run with the median time, the faster of the two in the middle."""
         return sorted(self.runs, key=lambda run: run.seconds)[(len(self.runs) - 1) // 2]
 
@@ -118,7 +118,7 @@ class RankLoads:
         """Return True if a run of relayout or of the fastest other loader was too short to compare them."""
         return any(min(timing.seconds) < _TOO_SHORT_SECONDS for timing in self.compared())
 
-    def doubt(self) -> str | None:
+    def caveat(self) -> str | None:
         """Return the reason why the ratio of relayout and the fastest other loader is not reliable, or None."""
         compared = self.compared()
         if self.wrong():
@@ -195,14 +195,14 @@ def verdict(machine: Machine, loads: Sequence[RankLoads], tp: int, drive: float 
         return alone if any(group.done for group in loads) else "Nothing could be measured."
     if _is_loaded(machine):
         return "No verdict: other work was running before the first load. Repeat on a quiet machine."
-    doubts = [(f"{group.title}, {group.state}", doubt) for group in compared if (doubt := group.doubt())]
-    compared = [group for group in compared if not group.doubt()]
+    caveats = [(f"{group.title}, {group.state}", caveat) for group in compared if (caveat := group.caveat())]
+    compared = [group for group in compared if not group.caveat()]
     if not compared and all(group.is_too_short() for group in loads if group.compared()):
         return (
             f"No verdict: loads took less than {_TOO_SHORT_SECONDS} s, too little to compare loaders. Measure a"
             " larger model, or one that is made for it: relayout bench FOLDER --size 4GB"
         )
-    without = "; ".join(f"{where}: {doubt}" for where, doubt in doubts)
+    without = "; ".join(f"{where}: {caveat}" for where, caveat in caveats)
     if not compared:
         return f"No verdict: {without}."
     what = "relayout" if is_converted else "relayout, slicing the plain folder,"

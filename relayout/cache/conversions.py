@@ -24,7 +24,7 @@ from relayout.conversion.layout import DEFAULT_MAX_PART_NBYTES, Conversion
 from relayout.conversion.resume import fingerprint_of
 from relayout.conversion.run import needed_for
 from relayout.core.arguments import ranks_text
-from relayout.core.digests import digest_hex
+from relayout.core.digests import xxh3_hex
 from relayout.errors import PlanError
 from relayout.format.fields import parse_object
 from relayout.format.index import MANIFEST_NAME
@@ -32,7 +32,7 @@ from relayout.format.manifest import compact_json
 from relayout.plans.plan import Plan
 from relayout.plans.planner import plan_for
 from relayout.reporting import Progress, reporting
-from relayout.storage.local.descriptors import Waiting, holder_in
+from relayout.storage.local.descriptors import LockWait, holder_in
 from relayout.storage.local.store import LocalStore
 from relayout.storage.stores import Kind, Store
 
@@ -62,18 +62,18 @@ FindPlan = Callable[[SourceCheckpoint, int], Plan]
 """Finds the plan of a checkpoint for a number of ranks. Raises PlanError if no plan exists."""
 
 
-class NotKept(Exception):
+class NoCachedPlan(Exception):
     """The cache contains no plan, and it may not be observed."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class KeptConversion(LocalStore):
+class CachedConversion(LocalStore):
     """A converted checkpoint in a cache. Its entry is not removed while this object lives."""
 
     entry: HeldEntry
 
 
-def kept_conversion(
+def cached_conversion(
     source: Store,
     num_ranks: int,
     cache: Cache,
@@ -83,7 +83,7 @@ def kept_conversion(
     on_miss: Callable[[Conversion], None] | None = None,
     progress: Progress = None,
     behind_loads: bool = False,
-) -> KeptConversion:
+) -> CachedConversion:
     """Return the conversion of a plain checkpoint in a cache. If it does not exist, create it now.
 
     An entry belongs to one source (`checkpoint.source`), plan, degree, set of ranks, and version of the format. Other
@@ -101,15 +101,15 @@ def kept_conversion(
         if on_miss is not None:
             on_miss(planned)
         _convert_together(planned, cache, entry, progress, _Loads(cache, _LOADS_LIMIT_SECONDS if behind_loads else 0.0))
-    return KeptConversion(folder=entry.folder / MODEL, entry=entry)
+    return CachedConversion(folder=entry.folder / MODEL, entry=entry)
 
 
 def find_conversion(
     source: Store, num_ranks: int, cache: Cache, find_plan: FindPlan = plan_for, *, ranks: Collection[int] | None = None
-) -> KeptConversion | None:
-    """Return the conversion as `kept_conversion`, or None if it does not exist. Damaged entries are removed."""
+) -> CachedConversion | None:
+    """Return the conversion as `cached_conversion`, or None if it does not exist. Damaged entries are removed."""
     planned, entry = _entry(source, num_ranks, cache, find_plan, ranks)
-    return KeptConversion(folder=entry.folder / MODEL, entry=entry) if _is_published(planned) else None
+    return CachedConversion(folder=entry.folder / MODEL, entry=entry) if _is_published(planned) else None
 
 
 def _entry(
@@ -123,7 +123,7 @@ def _entry(
     nowhere = LocalStore(folder=Path(cache.folder))
     conversion = Conversion.lay_out(nowhere, checkpoint, plan, max_part_nbytes=part_nbytes, ranks=ranks)
     fingerprint = fingerprint_of(conversion, identity_of(checkpoint).here)
-    entry = cache.hold(digest_hex(compact_json([fingerprint.source, fingerprint.options])), _check_published)
+    entry = cache.hold(xxh3_hex(compact_json([fingerprint.source, fingerprint.options])), _check_published)
     return replace(conversion, output=LocalStore(entry.folder / MODEL)), entry
 
 
@@ -173,7 +173,7 @@ def _convert_together(planned: Conversion, cache: Cache, entry: HeldEntry, progr
         entry.describe(str(planned.source.root), planned.plan.num_ranks, some)
         left = set(range(len(units)))
         limit_seconds = _REMOTE_LIMIT_SECONDS if planned.source.folder.cost.is_remote else None
-        waiting = Waiting(entry.folder, lambda: holder_in(*_locks(entry, left)), entry.growth, limit_seconds)
+        waiting = LockWait(entry.folder, lambda: holder_in(*_locks(entry, left)), entry.growth, limit_seconds)
         while not _is_published(planned):
             if loads.wait():  # Before each unit, without a lock that another process could wait for.
                 waiting.moved()
@@ -242,11 +242,11 @@ def plan_in(
     from relayout.conversion.planning import observer
 
     name, find = observer(observe)
-    headers = [digest_hex(file.header) for file in checkpoint.files]
+    headers = [xxh3_hex(file.header) for file in checkpoint.files]
     key = compact_json([name, num_ranks, checkpoint.config, headers])
-    with cache.hold(digest_hex(key), _check_plan) as entry:
+    with cache.hold(xxh3_hex(key), _check_plan) as entry:
         if only_kept and not entry.has(_PLAN):
-            raise NotKept
+            raise NoCachedPlan
 
         def observed() -> bytes:
             return compact_json(find(checkpoint, num_ranks).as_json())

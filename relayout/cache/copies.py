@@ -16,17 +16,17 @@ from typing import ClassVar
 
 from relayout.cache.folder import Cache, HeldEntry
 from relayout.checkpoint.converted import (
-    Proven,
+    VerifiedFile,
     check_file,
     check_head,
     digests_of_small,
+    file_digests_of,
     find_manifest,
-    proof_of,
     read_small,
     sizes_of_packed,
 )
 from relayout.checkpoint.reuse import Contents, Reuse
-from relayout.core.digests import digest_hex
+from relayout.core.digests import xxh3_hex
 from relayout.core.extents import Extent, split
 from relayout.core.workers import Workers
 from relayout.errors import FormatError
@@ -189,19 +189,19 @@ class CopyingStore(ReadOnlyStore):
         file = self.manifest.files[index]
         where = self.remote.location(file.name)
         # The digests are kept, too: the entry can be verified as any other folder, and reused by another version.
-        proof = proof_of(self, self.manifest, index)
+        digests = file_digests_of(self, self.manifest, index)
         self._fetch(DIGESTS_NAME)
-        piece_nbytes = max(_REQUEST_NBYTES // proof.chunk_nbytes, 1) * proof.chunk_nbytes
-        body = Extent(proof.data_start, file.nbytes - proof.data_start)
+        piece_nbytes = max(_REQUEST_NBYTES // digests.chunk_nbytes, 1) * digests.chunk_nbytes
+        body = Extent(digests.data_start, file.nbytes - digests.data_start)
         with (
             self.remote.open(file.name, file.nbytes) as opened,
             OpenFolder(self.entry.folder) as folder,
             OutputFile(folder, name, file.nbytes) as output,
         ):
-            source = Proven(opened, proof, where)
-            head = memoryview(bytearray(proof.data_start))
+            source = VerifiedFile(opened, digests, where)
+            head = memoryview(bytearray(digests.data_start))
             source.read(0, head)
-            check_head(head, proof.tensors_digest, proof.data_start, where)
+            check_head(head, digests.tensors_digest, digests.data_start, where)
             output.write(0, head)
 
             def read(extent: Extent, view: memoryview) -> None:
@@ -226,7 +226,7 @@ def copied(remote: Store, manifest: Manifest, blob: bytes, cache: Cache, threads
         blob: its manifest as stored. The entry's name is a digest of it.
         threads: the number of requests in flight while files are fetched.
     """
-    entry = cache.hold(digest_hex(blob), lambda entry: _forget_damaged(entry, manifest, blob))
+    entry = cache.hold(xxh3_hex(blob), lambda entry: _forget_damaged(entry, manifest, blob))
     entry.keep_small(MANIFEST_NAME, lambda: blob)
     entry.describe(str(remote), manifest.num_ranks)
     weights = {file.name: index for index, file in enumerate(manifest.files)}

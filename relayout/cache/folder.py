@@ -26,9 +26,9 @@ from relayout.core.arguments import path_text, size
 from relayout.errors import FormatError, PlanError, shown
 from relayout.format.fields import Fields, parse_object
 from relayout.storage.local.descriptors import (
-    HeldLock,
+    FileLock,
+    LockWait,
     OpenFolder,
-    Waiting,
     is_ours,
     locked_file,
     open_ours,
@@ -51,7 +51,7 @@ _COMING = re.compile(r"\.coming-[0-9a-f]{16}")
 _HELD = ".held"
 """Name of the file in an entry that its holders have locked."""
 _ABOUT = ".about.json"
-_DOUBTED = ".doubted"
+_INVALID = ".doubted"
 _MAX_NOTE_NBYTES = 2**24
 _LOCK = ".lock"
 _FILLING = ".filling"
@@ -112,7 +112,7 @@ class Cache:
         """Hold the entry of this name, and create it if missing. It is not removed while it is held.
 
         A faulty entry is removed and rebuilt. An entry is faulty if other users may write to it, if a load from it has
-        found damage (`HeldEntry.doubt`), or if `check` raises FormatError.
+        found damage (`HeldEntry.invalidate`), or if `check` raises FormatError.
 
         Args:
             name: 32 hexadecimal digits.
@@ -136,7 +136,7 @@ class Cache:
         """Hold the entry of this name without checking it."""
         assert _ENTRY.fullmatch(name)
         folder = self._own() / name
-        waiting = Waiting(folder / _HELD)
+        waiting = LockWait(folder / _HELD)
         while (entry := _held(folder)) is None:
             waiting.pause()  # Another process is removing it, or has just done so.
         return entry
@@ -193,7 +193,7 @@ class Cache:
                     getLogger("relayout").warning("relayout: %s: cannot be removed to make room: %s", entry, error)
             return None
 
-    def try_filling(self) -> HeldLock | None:
+    def try_filling(self) -> FileLock | None:
         """Take the lock for converting into the cache in the background. One process of the machine has it at a time.
 
         Returns:
@@ -202,7 +202,7 @@ class Cache:
         """
         return self._locked(_FILLING, fcntl.LOCK_EX, "converting into the cache")
 
-    def loading(self) -> HeldLock | None:
+    def register_load(self) -> FileLock | None:
         """Mark an engine of this machine as loading, until the lock is closed or the process ends; see `is_loading`.
 
         Returns:
@@ -217,7 +217,7 @@ class Cache:
             lock.close()
         return lock is None
 
-    def _locked(self, name: str, kind: int, what: str = "") -> HeldLock | None:
+    def _locked(self, name: str, kind: int, what: str = "") -> FileLock | None:
         """Lock a file of this name until the lock is closed. Return None if another process has the lock."""
         return take_lock(self._own() / name, kind, what=what)
 
@@ -287,7 +287,7 @@ class Cache:
         coming: dict[Path, int] = {}
         for path in own.iterdir():
             if _COMING.fullmatch(path.name) and _is_own(path, stat.S_ISREG):
-                with suppress(FormatError, PlanError, OSError), HeldLock(open_ours(path)) as lock:
+                with suppress(FormatError, PlanError, OSError), FileLock(open_ours(path)) as lock:
                     if lock.try_lock(fcntl.LOCK_SH):
                         path.unlink()  # Its process has ended.
                     else:
@@ -328,7 +328,7 @@ class Reservation(Closable):
     def __init__(self, own: Path, entry: str, files: Mapping[str, int]) -> None:
         """Write the reservation. The caller holds the cache's lock."""
         self._path = own / f".coming-{os.urandom(8).hex()}"
-        self._lock = HeldLock(open_ours(self._path, os.O_CREAT | os.O_EXCL))
+        self._lock = FileLock(open_ours(self._path, os.O_CREAT | os.O_EXCL))
         try:
             self._lock.try_lock()
             note = json.dumps({"entry": entry, "files": dict(files)}).encode()
@@ -350,7 +350,7 @@ class Reservation(Closable):
 class HeldEntry(Closable):
     """An entry that this process holds, until it is closed or collected, or the process ends. Thread-safe."""
 
-    def __init__(self, folder: Path, lock: HeldLock) -> None:
+    def __init__(self, folder: Path, lock: FileLock) -> None:
         self.folder = folder
         """The entry's folder."""
         self.was_filled = False
@@ -375,7 +375,7 @@ class HeldEntry(Closable):
             write: creates the file under the name in its argument, in the same folder, and returns when all bytes are
                 on the drive.
             nbytes: bytes of the file. A file of another length is replaced.
-            limit_seconds: maximum seconds without a write by another process that creates it; see `Waiting`.
+            limit_seconds: maximum seconds without a write by another process that creates it; see `LockWait`.
 
         Raises:
             TimeoutError: the other process made no progress for that time.
@@ -414,7 +414,7 @@ class HeldEntry(Closable):
         """Return why the entry must be rebuilt; None if it is intact. For the criteria see `Cache.hold`."""
         if _may_be_written_by_others(self.folder):
             return "others may write to it"
-        if os.path.lexists(self.folder / _DOUBTED):
+        if os.path.lexists(self.folder / _INVALID):
             return "was damaged when it was read"
         try:
             check(self)
@@ -422,10 +422,10 @@ class HeldEntry(Closable):
             return str(error)
         return None
 
-    def doubt(self) -> None:
+    def invalidate(self) -> None:
         """Mark the entry as damaged for the next process that holds it, and release it."""
         with suppress(OSError):
-            os.close(open_ours(self.folder / _DOUBTED, os.O_CREAT))
+            os.close(open_ours(self.folder / _INVALID, os.O_CREAT))
         self.close()
 
     def growth(self) -> object:

@@ -116,7 +116,7 @@ def listed_by_identity(signature: bytes, identity: str, issuer: str) -> SignedFi
     from model_signing.verifying import Config as AnyConfig
 
     Config: Any = AnyConfig  # Its methods have no types.
-    taken = _Taken()
+    taken = _FileDigestsStub()
     with TemporaryDirectory(prefix="relayout-") as folder:  # The package takes files only.
         path = Path(folder) / SIGNATURE_NAME
         path.write_bytes(signature)
@@ -239,7 +239,7 @@ def _base64(fields: Fields, name: str) -> bytes:
         raise FormatError(f"{name} is not base64", code="field") from None
 
 
-class _Taken:
+class _FileDigestsStub:
     """Stub for the digests of a folder's files, which model-signing compares with the signed ones.
 
     It stores the signed digests, and reports no difference: each file is compared later, when it is read.
@@ -251,7 +251,7 @@ class _Taken:
     def add_ignored_paths(self, **ignored: object) -> None:
         """Do nothing: files that the signer left out are not signed."""
 
-    def hash(self, model_path: object, *, files_to_hash: object = None) -> _Taken:
+    def hash(self, model_path: object, *, files_to_hash: object = None) -> _FileDigestsStub:
         """Return this stub without reading any file."""
         return self
 

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING
 
 from relayout.checkpoint.folder import advice_on_snapshots, check_exists, glance, refuse_incomplete
 from relayout.core.arguments import ranks_text
-from relayout.core.digests import UNKNOWN_DIGEST, proof_hex, unpack_digests
+from relayout.core.digests import UNKNOWN_DIGEST, blake3_hex, unpack_digests
 from relayout.core.extents import Extent, Grid, align_up, split
 from relayout.core.workers import each
 from relayout.errors import FormatError, PlanError, about, and_others
@@ -26,9 +26,9 @@ from relayout.format.index import (
     IndexedFile,
     Manifest,
     RankTable,
+    chunk_digest_extents,
     chunks_over,
-    places_of_digests,
-    places_of_proofs,
+    digest_extents,
 )
 from relayout.format.manifest import (
     MAX_MANIFEST_NBYTES,
@@ -41,7 +41,7 @@ from relayout.format.manifest import (
 )
 from relayout.format.rank_table import parse_table
 from relayout.format.safetensors import LENGTH_NBYTES
-from relayout.publish.output import Replaceable
+from relayout.publish.output import OutputKind
 from relayout.storage.local.store import holes
 from relayout.storage.stores import (
     Access,
@@ -176,14 +176,14 @@ def find_faults(folder: Store, manifest: Manifest) -> list[FormatError]:
 
 def _check_weights(folder: Store, manifest: Manifest, index: int) -> None:
     _check_length(folder, manifest, index)
-    file, proof = manifest.files[index], proof_of(folder, manifest, index)
+    file, proof = manifest.files[index], file_digests_of(folder, manifest, index)
     with folder.open(file.name, file.nbytes) as opened:
         read_head(folder, file, opened)
         again = partial(folder.open, file.name, file.nbytes, access=Access.BUFFERED)
         check_holes(opened.fileno(), again, proof, folder.location(file.name))
 
 
-def check_holes(fd: int | None, open_it: Callable[[], ReadableFile], proof: FileProof, where: str) -> None:
+def check_holes(fd: int | None, open_it: Callable[[], ReadableFile], proof: FileDigests, where: str) -> None:
     """Check that the holes of a file, which were never written, belong to zeros: a copy may be unfinished.
 
     Only chunks with holes are read: most files have none, and for holes the system reads nothing from the drive.
@@ -199,11 +199,11 @@ def check_holes(fd: int | None, open_it: Callable[[], ReadableFile], proof: File
     if not found:
         return
     with open_it() as opened:
-        proven = Proven(opened, proof, where)
+        verified = VerifiedFile(opened, proof, where)
         for hole in found:
             for piece in split(hole, _PIECE_NBYTES):
                 try:
-                    proven.read(piece.offset, memoryview(bytearray(piece.nbytes)))
+                    verified.read(piece.offset, memoryview(bytearray(piece.nbytes)))
                 except FormatError as error:
                     if error.code == "digest" and error.path == where:
                         error.amend(what=f"bytes {hole.offset} to {hole.end} were never written: an unfinished copy?")
@@ -220,13 +220,13 @@ def digests_of_small(manifest: Manifest) -> dict[str, str]:
 def read_small(folder: Store, name: str, proof: str) -> bytes:
     """Read a small file. FormatError: it is missing, or has another digest."""
     blob = folder.read(name, MAX_RECORD_NBYTES)
-    if proof_hex(blob) != proof:
+    if blake3_hex(blob) != proof:
         what = f"digest differs from the one in {MANIFEST_NAME}: damaged, or of another conversion"
         raise FormatError(what, path=folder.location(name), code="digest")
     return blob
 
 
-def proofs_of_sides(record: SourceRecord) -> dict[str, str]:
+def digests_of_side_files(record: SourceRecord) -> dict[str, str]:
     """Return the BLAKE3 digests of the side files, by name."""
     return {side.name: side.digest for side in record.side_files}
 
@@ -238,10 +238,10 @@ PACKED = (CHUNKS_NAME, DIGESTS_NAME)
 def parts_of_packed(manifest: Manifest, name: str) -> list[tuple[Extent, str]]:
     """Return the parts of a file of `PACKED`, in order: the extent of each, and its BLAKE3 digest."""
     if name == CHUNKS_NAME:
-        places = places_of_proofs(manifest.files, manifest.chunk_nbytes)
+        places = chunk_digest_extents(manifest.files, manifest.chunk_nbytes)
         return list(zip(places, (file.chunks_digest for file in manifest.files), strict=True))
     proofs = [*(entry.digests_digest for entry in manifest.holders.values()), manifest.source_digests_digest]
-    return list(zip(places_of_digests(manifest), proofs, strict=True))
+    return list(zip(digest_extents(manifest), proofs, strict=True))
 
 
 def sizes_of_packed(manifest: Manifest) -> dict[str, int]:
@@ -277,7 +277,7 @@ def read_record(folder: Store, manifest: Manifest, prefix: str = "") -> SourceRe
     blob = folder.read(prefix + SOURCE_RECORD_NAME, MAX_RECORD_NBYTES)
     with about(path=where):
         refuse_lfs_pointer(blob)
-        if proof_hex(blob) != manifest.record_digest:
+        if blake3_hex(blob) != manifest.record_digest:
             raise FormatError("digest differs from the one in the manifest", code="digest")
     record = parse_record(decompress(blob, where, MAX_RECORD_NBYTES), manifest.num_ranks, where)
     if len(record.names) != manifest.num_source_tensors:
@@ -339,7 +339,7 @@ def describe_output(folder: Store) -> str:
     return f"a damaged {of} ({and_others(faults)})" if faults else f"a complete {of}"
 
 
-CONVERTED = Replaceable(MANIFEST_NAME, describe_output, names_of_output)
+CONVERTED = OutputKind(MANIFEST_NAME, describe_output, names_of_output)
 """An output of `convert`; `force` replaces only such outputs."""
 
 
@@ -361,8 +361,8 @@ def read_packed_digests(folder: Store, manifest: Manifest, holder: int | None) -
     else:
         entry = manifest.holders[holder]
         position, proof, what = list(manifest.holders).index(holder), entry.digests_digest, entry.table
-    packed = _part_of(folder, DIGESTS_NAME, places_of_digests(manifest), position)
-    if proof_hex(packed) != proof:
+    packed = _part_of(folder, DIGESTS_NAME, digest_extents(manifest), position)
+    if blake3_hex(packed) != proof:
         where = folder.location(DIGESTS_NAME)
         raise FormatError(f"its part for {what} differs from the manifest", path=where, code="digest")
     return packed
@@ -383,8 +383,8 @@ def _part_of(folder: Store, name: str, places: Sequence[Extent], position: int) 
 def read_chunk_digests(folder: Store, manifest: Manifest, index: int) -> bytes:
     """Return the digests of a file's chunks, one after the other, in binary form. FormatError: they are damaged."""
     file = manifest.files[index]
-    digests = _part_of(folder, CHUNKS_NAME, places_of_proofs(manifest.files, manifest.chunk_nbytes), index)
-    if proof_hex(digests) != file.chunks_digest:
+    digests = _part_of(folder, CHUNKS_NAME, chunk_digest_extents(manifest.files, manifest.chunk_nbytes), index)
+    if blake3_hex(digests) != file.chunks_digest:
         where = folder.location(CHUNKS_NAME)
         raise FormatError(f"its part for {file.name} differs from the manifest", path=where, code="digest")
     return digests
@@ -425,7 +425,7 @@ _NUM_KEPT, _MAX_KEPT_NBYTES = 4, 2**20
 
 
 @dataclass(frozen=True, slots=True)
-class FileProof:
+class FileDigests:
     """The digests that verify a file against the manifest."""
 
     tensors_digest: str
@@ -444,12 +444,12 @@ class FileProof:
         return Grid(self.data_start, self.chunk_nbytes)
 
 
-def proof_of(folder: Store, manifest: Manifest, index: int, *, with_header: bool = False) -> FileProof:
+def file_digests_of(folder: Store, manifest: Manifest, index: int, *, with_header: bool = False) -> FileDigests:
     """Return the digests that verify a file, by its position in the manifest; of its header only if `with_header`."""
     file = manifest.files[index]
     digests = partial(read_chunk_digests, folder, manifest, index)
     header_digest = file.header_digest if with_header else None
-    return FileProof(file.tensors_digest, file.data_start, manifest.chunk_nbytes, digests, header_digest)
+    return FileDigests(file.tensors_digest, file.data_start, manifest.chunk_nbytes, digests, header_digest)
 
 
 def index_of(manifest: Manifest, name: str) -> int | None:
@@ -457,16 +457,16 @@ def index_of(manifest: Manifest, name: str) -> int | None:
     return next((index for index, file in enumerate(manifest.files) if file.name == name), None)
 
 
-class Proven(Closable):
+class VerifiedFile(Closable):
     """A file that is read in whole chunks, each compared with its digest. Thread-safe.
 
     A read that begins and ends at borders of chunks is one request, straight into the caller's memory.
     """
 
-    def __init__(self, file: ReadableFile, proof: FileProof, where: str) -> None:
+    def __init__(self, file: ReadableFile, proof: FileDigests, where: str) -> None:
         """Take an open file and its digests; `where` names the file in messages."""
         self._file = file
-        self._proof = proof
+        self._expected = proof
         self._where = where
         self._digests = proof.chunk_digests()
         self._recent: tuple[tuple[int, memoryview], ...] = ()
@@ -489,7 +489,7 @@ class Proven(Closable):
     @property
     def grid(self) -> Grid | None:
         """The borders of its chunks; None if they are not at multiples of its alignment."""
-        grid = self._proof.grid
+        grid = self._expected.grid
         return None if grid.origin % self.alignment or grid.step % self.alignment else grid
 
     def fileno(self) -> None:
@@ -497,12 +497,12 @@ class Proven(Closable):
 
     def read(self, offset: int, view: memoryview) -> None:
         """Fill `view`; for errors see `ReadableFile.read`. FormatError: also if a digest differs."""
-        start, end = self._proof.data_start, min(offset + view.nbytes, self.nbytes)
+        start, end = self._expected.data_start, min(offset + view.nbytes, self.nbytes)
         if offset < start:
             self._read_head(offset, view[: min(start, end) - offset])
         first = max(offset, start)
         wanted = Extent(first, max(0, end - first))
-        touched = list(chunks_over(wanted, start, self.nbytes, self._proof.chunk_nbytes))
+        touched = list(chunks_over(wanted, start, self.nbytes, self._expected.chunk_nbytes))
         is_straight = self.grid is not None
         complete = [chunk for _, chunk, part in touched if is_straight and part == chunk]
         if complete:  # All in one request: a store may be remote.
@@ -511,7 +511,7 @@ class Proven(Closable):
         for index, chunk, part in touched:
             target = view[part.offset - offset : part.end - offset]
             if is_straight and part == chunk:
-                check_chunk(proof_hex(target), self._digests, index, chunk, self._where)
+                check_chunk(blake3_hex(target), self._digests, index, chunk, self._where)
             else:
                 target[:] = self._whole(index, chunk)[part.offset - chunk.offset : part.end - chunk.offset]
 
@@ -520,20 +520,20 @@ class Proven(Closable):
         whole = next((kept for number, kept in self._recent if number == index), None)
         if whole is None:
             whole = self._read_alone(chunk)
-            check_chunk(proof_hex(whole), self._digests, index, chunk, self._where)
+            check_chunk(blake3_hex(whole), self._digests, index, chunk, self._where)
             if chunk.nbytes <= _MAX_KEPT_NBYTES:  # Threads replace the tuple: a lost chunk is read again.
                 self._recent = (*self._recent[1 - _NUM_KEPT :], (index, whole))
         return whole
 
     def _read_head(self, offset: int, view: memoryview) -> None:
-        """Fill `view` with a part of the header, verified if `FileProof.header_digest` is set."""
-        if self._proof.header_digest is None:
+        """Fill `view` with a part of the header, verified if `FileDigests.header_digest` is set."""
+        if self._expected.header_digest is None:
             view[:] = self._read_alone(Extent(offset, view.nbytes))
             return
         head = self._head
         if head is None:
-            head = self._read_alone(Extent(0, self._proof.data_start))
-            check_header(head, self._proof.header_digest, self._where)
+            head = self._read_alone(Extent(0, self._expected.data_start))
+            check_header(head, self._expected.header_digest, self._where)
             self._head = head
         view[:] = head[offset : offset + view.nbytes]
 
@@ -568,7 +568,7 @@ def check_chunk(digest: str, digests: bytes, index: int, chunk: Extent, where: s
 
 def check_header(header: bytes | memoryview, digest: str, where: str) -> None:
     """Raise FormatError unless a file's header has the digest of the manifest. `where` names the file in messages."""
-    if proof_hex(header) != digest:
+    if blake3_hex(header) != digest:
         raise FormatError("its header does not match the manifest: damaged", path=where, code="digest")
 
 

@@ -24,7 +24,7 @@ from relayout.checkpoint.shards import (
     model_order,
     share_out,
 )
-from relayout.core.digests import digest_hex
+from relayout.core.digests import xxh3_hex
 from relayout.core.extents import Extent, Transfer, copy_runs, split
 from relayout.core.slices import TensorHead, slice_transfers
 from relayout.core.workers import each
@@ -122,7 +122,7 @@ class DcpFolder(StoreOver):
 
     def stat(self, name: str) -> FileStat | None:
         if name == HUB_INDEX_NAME:
-            return None if self.index is None else FileStat(len(self.index), digest_hex(self.index))
+            return None if self.index is None else FileStat(len(self.index), xxh3_hex(self.index))
         return self._stat_of(self.shards[name]) if name in self.shards else self.base.stat(name)
 
     def _stat_of(self, shard: MemoryShard) -> FileStat:
@@ -134,9 +134,9 @@ class DcpFolder(StoreOver):
             mode &= status.mode
         return FileStat(
             shard.nbytes,
-            digest_hex(compact_json([[name, status.version] for name, status in found])),
+            xxh3_hex(compact_json([[name, status.version] for name, status in found])),
             mode,
-            digest_hex(compact_json(vouched)) if None not in vouched else None,
+            xxh3_hex(compact_json(vouched)) if None not in vouched else None,
         )
 
     def read(self, name: str, limit: int) -> bytes:

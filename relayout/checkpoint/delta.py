@@ -15,19 +15,19 @@ import numpy.typing as npt
 
 from relayout.checkpoint.converted import (
     PACKED,
-    Proven,
     StoreOver,
+    VerifiedFile,
     check_header,
     check_present,
     check_rank,
+    digests_of_side_files,
+    file_digests_of,
     find_manifest_blob,
     find_signature,
     index_of,
     names_of_index,
     names_of_output,
     parts_of_packed,
-    proof_of,
-    proofs_of_sides,
     read_manifest_blob,
     read_packed_digests,
     read_record,
@@ -35,8 +35,8 @@ from relayout.checkpoint.converted import (
     sizes_of_packed,
 )
 from relayout.checkpoint.folder import check_exists
-from relayout.checkpoint.trust import Policy, policy_over, prove_statement
-from relayout.core.digests import DIGEST_NBYTES, PROOF_NBYTES, proof_hex, unpack_digests
+from relayout.checkpoint.trust import Policy, policy_over, verify_statement
+from relayout.core.digests import BLAKE3_NBYTES, XXH3_NBYTES, blake3_hex, unpack_digests
 from relayout.core.extents import Extent
 from relayout.errors import FormatError, PlanError, about, shown
 from relayout.format.delta import (
@@ -62,18 +62,18 @@ from relayout.format.index import (
     SIGNATURE_NAME,
     Manifest,
     RankTable,
-    places_of_digests,
-    places_of_proofs,
+    chunk_digest_extents,
+    digest_extents,
 )
 from relayout.format.manifest import (
-    DELTA,
     MAX_MANIFEST_NBYTES,
     MAX_RECORD_NBYTES,
+    REQUIRES_DELTA,
     content_of,
     decompress,
     parse_manifest,
 )
-from relayout.publish.output import Replaceable
+from relayout.publish.output import OutputKind
 from relayout.storage.stores import (
     Access,
     Closable,
@@ -132,11 +132,11 @@ class Delta:
         Args:
             position: of the holder in the manifest; one past the last holder are the digests of the source.
         """
-        part, place = self.manifest.digests[position], self.manifest.places_of_digests[position]
-        count = places_of_digests(self.new)[position].nbytes // DIGEST_NBYTES
+        part, place = self.manifest.digests[position], self.manifest.digest_extents[position]
+        count = digest_extents(self.new)[position].nbytes // XXH3_NBYTES
         content = b""
         if place.nbytes:
-            with self.store.open(CHANGED_DIGESTS_NAME, self.manifest.places_of_digests[-1].end) as file:
+            with self.store.open(CHANGED_DIGESTS_NAME, self.manifest.digest_extents[-1].end) as file:
                 content = _read_extent(file, place)
         with about(path=self.store.location(CHANGED_DIGESTS_NAME), part=self.part):
             return parse_changed_digests(content, part, count)
@@ -155,7 +155,7 @@ class Changes:
         self._name = delta_name(self._file.name)
         self._where = delta.store.location(self._name)
         with about(path=self._where, part=delta.part):
-            blob = self._read(stored.place_of_index)
+            blob = self._read(stored.index_extent)
             self.index = parse_index(blob, stored, self._file, delta.new.chunk_nbytes)
 
     @property
@@ -179,7 +179,7 @@ class Changes:
         for row in rows:
             place, piece = self.index.place(range(row, row + 1)), int(self.index.numbers[row])
             view = stored[place.offset - whole.offset : place.end - whole.offset]
-            if proof_hex(view) != bytes(self.index.stored[row]).hex():
+            if blake3_hex(view) != bytes(self.index.stored[row]).hex():
                 with about(path=self._where, part=self._delta.part):
                     raise FormatError(f"piece {piece} does not match its digest: damaged", code="digest")
             yield piece, view
@@ -211,7 +211,7 @@ def is_delta(path: str | os.PathLike[str]) -> bool:
     store = find_input(path)
     blob = find_manifest_blob(store)
     requires = None if blob is None else parse_object(blob, store.location(MANIFEST_NAME)).get("requires")
-    return isinstance(requires, list) and DELTA in requires
+    return isinstance(requires, list) and REQUIRES_DELTA in requires
 
 
 def read_deltas(paths: Paths, policy: Policy | None = None) -> Iterator[Delta]:
@@ -246,7 +246,7 @@ def read_delta(store: Store, position: int = 0, policy: Policy | None = None) ->
     if policy is None:
         stored = find_manifest_blob(store)
     else:
-        stored = prove_statement(store, policy, lambda blob: parse_delta(blob, where).makes).blob
+        stored = verify_statement(store, policy, lambda blob: parse_delta(blob, where).makes).blob
     if stored is None:
         check_exists(store)
         what = f"not a delta ({MANIFEST_NAME} is missing); relayout delta makes one"
@@ -271,17 +271,17 @@ def read_delta(store: Store, position: int = 0, policy: Policy | None = None) ->
 
 
 def signed_content(path: str, policy: Policy) -> str:
-    """Return the content of a signed folder, or of the result of a signed delta. Errors as of `prove_statement`."""
+    """Return the content of a signed folder, or of the result of a signed delta. Errors as of `verify_statement`."""
     if is_delta(path):
         return read_delta(find_input(path), policy=policy).manifest.makes
-    return content_of(prove_statement(find_input(path), policy).blob)
+    return content_of(verify_statement(find_input(path), policy).blob)
 
 
 def names_of_delta(folder: Store) -> frozenset[str]:
     """Return the names of all files of a delta, from its manifests."""
     delta = read_delta(folder)
     manifest = delta.manifest
-    digests = [CHANGED_DIGESTS_NAME] if manifest.places_of_digests[-1].end else []
+    digests = [CHANGED_DIGESTS_NAME] if manifest.digest_extents[-1].end else []
     changed = [delta_name(delta.new.files[file.number].name) for file in manifest.files]
     others = [NEW_MANIFEST_NAME, *(NEW + name for name in manifest.others)]
     if find_signature(folder, read_manifest_blob(folder)) is not None:
@@ -294,7 +294,7 @@ def describe_delta(folder: Store) -> str:
     return f"a complete delta of {len(read_delta(folder).new.files)} files"
 
 
-DELTA_OUTPUT = Replaceable(MANIFEST_NAME, describe_delta, names_of_delta)
+DELTA_OUTPUT = OutputKind(MANIFEST_NAME, describe_delta, names_of_delta)
 """An output of `delta`."""
 
 
@@ -379,10 +379,10 @@ class RankState:
         state, position = self, list(self.manifest.holders).index(self.table.rank)
         for delta in chained(deltas, self.manifest, self.content, before):
             rows, found = delta.changed_digests(position)
-            digests = np.frombuffer(state.digests, np.uint8).reshape(-1, DIGEST_NBYTES).copy()
+            digests = np.frombuffer(state.digests, np.uint8).reshape(-1, XXH3_NBYTES).copy()
             digests[rows] = found
             packed = digests.tobytes()
-            if proof_hex(packed) != delta.new.holders[self.table.rank].digests_digest:
+            if blake3_hex(packed) != delta.new.holders[self.table.rank].digests_digest:
                 what = f"its digests of the tensors of rank {self.table.rank} do not make those of the result"
                 raise FormatError(what, path=delta.store.location(CHANGED_DIGESTS_NAME), code="digest")
             state = RankState(delta.manifest.makes, delta.new, self.table, packed)
@@ -411,14 +411,14 @@ class DeltaStore(StoreOver):
     def location(self, name: str) -> str:
         if name in PACKED:  # Faults in these files come from a delta: the base is verified first.
             return f"{self.deltas[-1].store}: {name} of the result"
-        store, there = self._place(name)
+        store, there = self._location(name)
         return store.location(there)
 
     def walk(self, enter: Enter = everywhere) -> Iterator[Entry]:
         return entered(names_of_output(self), enter)
 
     def stat(self, name: str) -> FileStat | None:
-        store, there = self._place(name)
+        store, there = self._location(name)
         status = store.stat(there)
         nbytes = self._nbytes_of(name)
         if status is None or nbytes is None:
@@ -428,7 +428,7 @@ class DeltaStore(StoreOver):
     def read(self, name: str, limit: int) -> bytes:
         if self._nbytes_of(name) is not None:
             return read_whole(self.open(name), self.location(name), limit)
-        store, there = self._place(name)
+        store, there = self._location(name)
         blob = store.read(there, limit)
         if policy_over(self.base) is not None and store is not self.base and name not in names_of_index(self.new):
             self._check_side_file(name, blob)
@@ -436,8 +436,8 @@ class DeltaStore(StoreOver):
 
     def _check_side_file(self, name: str, blob: bytes) -> None:
         """Compare a side file with its digest in the source record, for a policy that requires proof of all bytes."""
-        sides = proofs_of_sides(read_record(self, self.new))
-        if name != SIGNATURE_NAME and sides.get(name) != proof_hex(blob):
+        sides = digests_of_side_files(read_record(self, self.new))
+        if name != SIGNATURE_NAME and sides.get(name) != blake3_hex(blob):
             raise FormatError("is not the file of the result", path=self.location(name), code="digest")
 
     def open(
@@ -445,7 +445,7 @@ class DeltaStore(StoreOver):
     ) -> ReadableFile:
         made = self._nbytes_of(name)
         if made is None:
-            store, there = self._place(name)
+            store, there = self._location(name)
             if policy_over(self.base) is None or store is self.base:
                 return store.open(there, nbytes, access=access, version=version)
             blob = self.read(name, MAX_RECORD_NBYTES)
@@ -459,7 +459,7 @@ class DeltaStore(StoreOver):
             return HeadFile(b"", status, partial(self._fill_packed, name))
         changed = _Changed(self, index)
         try:
-            return Proven(changed, proof_of(self, self.new, index), f"{self}: {name}")
+            return VerifiedFile(changed, file_digests_of(self, self.new, index), f"{self}: {name}")
         except BaseException:
             changed.close()
             raise
@@ -467,7 +467,7 @@ class DeltaStore(StoreOver):
     def _fill_packed(self, name: str, offset: int, view: memoryview) -> None:
         """Fill memory with bytes of a file of digests: those of the base, changed by the deltas."""
         nbytes = self._nbytes_of(name) or 0
-        wanted = Extent(offset, view.nbytes).aligned(PROOF_NBYTES)
+        wanted = Extent(offset, view.nbytes).aligned(BLAKE3_NBYTES)
         whole = Extent(wanted.offset, min(wanted.end, nbytes) - wanted.offset)
         content = np.empty(whole.nbytes, np.uint8)
         with self.base.open(name, nbytes) as base:
@@ -476,7 +476,7 @@ class DeltaStore(StoreOver):
         for place, proof in parts_of_packed(self.old, name):
             if whole.offset <= place.offset and place.end <= whole.end:
                 part = content[place.offset - whole.offset : place.end - whole.offset]
-                if proof_hex(part.data) != proof:
+                if blake3_hex(part.data) != proof:
                     what = f"its part at {place.offset} differs from the manifest"
                     raise FormatError(what, path=self.base.location(name), code="digest")
         for delta in self.deltas:
@@ -500,7 +500,7 @@ class DeltaStore(StoreOver):
         index = index_of(self.new, name)
         return self.deltas[-1].manifest.makes if index is None else self.new.files[index].tensors_digest
 
-    def _place(self, name: str) -> tuple[Store, str]:
+    def _location(self, name: str) -> tuple[Store, str]:
         """Return the store and name of a file; for a computed file, those of its first stored component."""
         if name == MANIFEST_NAME:
             return self.deltas[-1].store, NEW_MANIFEST_NAME
@@ -516,7 +516,7 @@ def change_digests(delta: Delta, name: str, content: npt.NDArray[np.uint8], star
         content: bytes from `start` on; they begin and end at borders of digests.
     """
     is_chunks, new = name == CHUNKS_NAME, delta.new
-    places = places_of_proofs(new.files, new.chunk_nbytes) if is_chunks else places_of_digests(new)
+    places = chunk_digest_extents(new.files, new.chunk_nbytes) if is_chunks else digest_extents(new)
     for position, place in enumerate(places):
         if place.end <= start or start + len(content) <= place.offset:
             continue

@@ -33,7 +33,7 @@ import numpy as np
 import numpy.typing as npt
 
 from relayout.checkpoint.converted import read_chunk_digests, read_packed_digests, read_table
-from relayout.core.digests import DIGEST_NBYTES, PROOF_NBYTES, proof_hex
+from relayout.core.digests import BLAKE3_NBYTES, XXH3_NBYTES, blake3_hex
 from relayout.core.extents import BLOCK, Extent, Grid
 from relayout.core.slices import Slice
 from relayout.errors import FormatError
@@ -46,14 +46,14 @@ _MIN_NBYTES = 2**16
 """Minimum bytes of a range: each range is a request of its own, and splits a request to the source."""
 
 Numbers: TypeAlias = npt.NDArray[np.int64]
-Place: TypeAlias = tuple[int, int]
+Location: TypeAlias = tuple[int, int]
 """Number of an older file, and an absolute offset in it."""
 Tensor: TypeAlias = tuple[str, str, tuple[int, ...]]
 """Name, dtype, and shape of a row. Tensors with equal values may have equal rows at equal offsets."""
 
 
 @dataclass(frozen=True, slots=True, order=True)
-class Taken:
+class ReusedRange:
     """A range of a new file with bytes that an older file is expected to contain."""
 
     extent: Extent
@@ -63,17 +63,17 @@ class Taken:
     offset: int
     """Absolute offset of the same bytes in the older file."""
 
-    def is_before(self, other: Taken) -> bool:
+    def is_before(self, other: ReusedRange) -> bool:
         """Return True if the other range begins where this one ends, in both files."""
         is_next = self.extent.end == other.extent.offset
         return is_next and (self.file, self.offset + self.extent.nbytes) == (other.file, other.offset)
 
-    def inside(self, extent: Extent) -> Taken | None:
+    def inside(self, extent: Extent) -> ReusedRange | None:
         """Return the part that lies in an extent of the new file; None if none does."""
         start, end = max(self.extent.offset, extent.offset), min(self.extent.end, extent.end)
         if start >= end:
             return None
-        return Taken(Extent(start, end - start), self.file, self.offset + start - self.extent.offset)
+        return ReusedRange(Extent(start, end - start), self.file, self.offset + start - self.extent.offset)
 
 
 @dataclass(frozen=True, slots=True)
@@ -81,7 +81,7 @@ class Contents:
     """The index of a converted checkpoint: all digests of the bytes in its weight files."""
 
     manifest: Manifest
-    proofs: Mapping[int, bytes]
+    chunk_digests: Mapping[int, bytes]
     """Stored BLAKE3 digests of the chunks of each file, by file number. Files outside this mapping are ignored."""
     tables: Mapping[int, RankTable]
     """The table of each holder of these files."""
@@ -130,7 +130,9 @@ def _keys(packed: bytes, width: int) -> Numbers:
 def _chunks_in(contents: Contents, number: int) -> _Pieces:
     file, step = contents.manifest.files[number], contents.manifest.chunk_nbytes
     offsets = np.arange(file.data_start, file.nbytes, step, dtype=np.int64)
-    return _Pieces(offsets, np.minimum(file.nbytes - offsets, step), _keys(contents.proofs[number], PROOF_NBYTES))
+    return _Pieces(
+        offsets, np.minimum(file.nbytes - offsets, step), _keys(contents.chunk_digests[number], BLAKE3_NBYTES)
+    )
 
 
 @dataclass(frozen=True, slots=True)
@@ -159,7 +161,7 @@ def _slices_in(contents: Contents) -> dict[int, _Slices]:
     for holder, table in contents.tables.items():
         files, offsets = np.asarray(table.files, np.int64), np.asarray(table.offsets, np.int64)
         sizes = np.asarray(list(table.sizes), np.int64)
-        keys = _keys(contents.digests[holder], DIGEST_NBYTES)
+        keys = _keys(contents.digests[holder], XXH3_NBYTES)
         for position, number in enumerate(manifest.holders[holder].files):
             # In a file of whole tensors, a rank's slice may be many pieces: the whole tensors have one each.
             if number in found or (number in manifest.shared) != (holder == manifest.num_ranks):
@@ -181,7 +183,7 @@ class _Older:
         self._keys = _concatenated(each.keys for each in files.values())
         self._order = np.argsort(self._keys, kind="stable")
 
-    def find(self, pieces: _Pieces) -> list[Place | None]:
+    def find(self, pieces: _Pieces) -> list[Location | None]:
         """Return the location of each of these pieces; None: not found."""
         if not len(self._keys):
             return [None] * len(pieces.keys)
@@ -196,7 +198,7 @@ def _concatenated(columns: Iterable[Numbers]) -> Numbers:
     return np.concatenate([np.empty(0, np.int64), *columns])
 
 
-def plan_reuse(new: Contents, old: Contents) -> dict[int, list[Taken]]:
+def plan_reuse(new: Contents, old: Contents) -> dict[int, list[ReusedRange]]:
     """Plan which ranges of new files are taken from older files. Pure.
 
     Returns:
@@ -205,12 +207,12 @@ def plan_reuse(new: Contents, old: Contents) -> dict[int, list[Taken]]:
     """
     slices, older_slices = _slices_in(new), _slices_in(old)
     same_grid = new.manifest.chunk_nbytes == old.manifest.chunk_nbytes
-    known_chunks = _Older({number: _chunks_in(old, number) for number in old.proofs} if same_grid else {})
+    known_chunks = _Older({number: _chunks_in(old, number) for number in old.chunk_digests} if same_grid else {})
     known_slices = _Older({number: found.pieces for number, found in older_slices.items()})
-    taken: dict[int, list[Taken]] = {}
+    taken: dict[int, list[ReusedRange]] = {}
     left: list[tuple[int, int, Extent]] = []
     """New file, position of a slice in it, and bytes of the slice that match no chunk or slice of an older file."""
-    for number in new.proofs:
+    for number in new.chunk_digests:
         file = new.manifest.files[number]
         body = Extent(file.data_start, file.nbytes - file.data_start)
         taken[number], _ = _equal(_chunks_in(new, number), known_chunks, [body])
@@ -224,26 +226,28 @@ def plan_reuse(new: Contents, old: Contents) -> dict[int, list[Taken]]:
     return {number: [*_equal_head(new, number, old), *_worthwhile(new, number, taken[number])] for number in taken}
 
 
-def _equal(pieces: _Pieces, known: _Older, wanted: Iterable[Extent]) -> tuple[list[Taken], list[tuple[int, Extent]]]:
+def _equal(
+    pieces: _Pieces, known: _Older, wanted: Iterable[Extent]
+) -> tuple[list[ReusedRange], list[tuple[int, Extent]]]:
     """Split extents of a file into ranges that older files have by digest, and the rest, by position of the piece."""
-    places, taken, left = known.find(pieces), list[Taken](), list[tuple[int, Extent]]()
+    places, taken, left = known.find(pieces), list[ReusedRange](), list[tuple[int, Extent]]()
     for extent in wanted:
         for position, part in pieces.over(extent):
             if (place := places[position]) is None:
                 left.append((position, part))
             else:
-                taken.append(Taken(part, place[0], place[1] + part.offset - int(pieces.offsets[position])))
+                taken.append(ReusedRange(part, place[0], place[1] + part.offset - int(pieces.offsets[position])))
     return taken, left
 
 
-def _equal_head(new: Contents, number: int, old: Contents) -> list[Taken]:
+def _equal_head(new: Contents, number: int, old: Contents) -> list[ReusedRange]:
     """Take the header from an older file with the same header digest in its manifest."""
     file = new.manifest.files[number]
-    same = (one for one in old.proofs if old.manifest.files[one].header_digest == file.header_digest)
-    return [Taken(Extent(0, file.data_start), one, 0) for one in same][:1]
+    same = (one for one in old.chunk_digests if old.manifest.files[one].header_digest == file.header_digest)
+    return [ReusedRange(Extent(0, file.data_start), one, 0) for one in same][:1]
 
 
-def _gaps(extent: Extent, taken: Sequence[Taken]) -> list[Extent]:
+def _gaps(extent: Extent, taken: Sequence[ReusedRange]) -> list[Extent]:
     """Return the parts of an extent that are in none of the taken ranges, which are in rising order."""
     ends = [extent.offset, *(one.extent.end for one in taken)]
     starts = [*(one.extent.offset for one in taken), extent.end]
@@ -254,7 +258,7 @@ class _Wholes:
     """Locations of whole tensors' bytes in older files."""
 
     def __init__(self, older: Mapping[int, _Slices], tensors: Collection[Tensor]) -> None:
-        self._pieces: dict[Tensor, dict[Extent, Place]] = {}
+        self._pieces: dict[Tensor, dict[Extent, Location]] = {}
         """The contiguous byte ranges of each requested tensor that are in a file, and their locations."""
         self._known: set[tuple[Tensor, tuple[int, ...], Slice]] = set()
         """The slices that the older files have."""
@@ -269,7 +273,7 @@ class _Wholes:
                         place = number, offset + run.target
                         self._pieces.setdefault(tensor, {}).setdefault(Extent(run.source, run.nbytes), place)
 
-    def find(self, in_file: _Slices, position: int, extent: Extent) -> Iterator[Taken]:
+    def find(self, in_file: _Slices, position: int, extent: Extent) -> Iterator[ReusedRange]:
         """Yield the ranges of a slice that older files may have; `extent` is in the new file.
 
         Yields nothing if they have exactly this slice: its digest is known to differ.
@@ -279,28 +283,28 @@ class _Wholes:
             return
         start = int(in_file.pieces.offsets[position])
         for run in kind.in_whole:
-            here = Taken(Extent(start + run.target, run.nbytes), 0, run.source).inside(extent)
+            here = ReusedRange(Extent(start + run.target, run.nbytes), 0, run.source).inside(extent)
             if run.count == 1 and here is not None:
                 yield from self._over(tensor, here)
 
-    def _over(self, tensor: Tensor, wanted: Taken) -> Iterator[Taken]:
+    def _over(self, tensor: Tensor, wanted: ReusedRange) -> Iterator[ReusedRange]:
         """Yield the ranges that pieces of a tensor cover; `wanted.offset` is in the whole tensor."""
         shift, done, end = wanted.extent.offset - wanted.offset, wanted.offset, wanted.offset + wanted.extent.nbytes
         for piece, (file, offset) in sorted(self._pieces.get(tensor, {}).items()):
             low, high = max(done, piece.offset), min(end, piece.end)
             if low < high:
-                yield Taken(Extent(low + shift, high - low), file, offset + low - piece.offset)
+                yield ReusedRange(Extent(low + shift, high - low), file, offset + low - piece.offset)
                 done = high
 
 
-def _worthwhile(new: Contents, number: int, taken: Iterable[Taken]) -> Iterator[Taken]:
+def _worthwhile(new: Contents, number: int, taken: Iterable[ReusedRange]) -> Iterator[ReusedRange]:
     """Join ranges that are neighbors in both files; leave out short ones, unless they cover a whole chunk."""
-    joined: list[Taken] = []
+    joined: list[ReusedRange] = []
     for one in sorted(taken):
         if joined and joined[-1].is_before(one):
             first = joined[-1]
             whole = Extent(first.extent.offset, one.extent.end - first.extent.offset)
-            joined[-1] = Taken(whole, first.file, first.offset)
+            joined[-1] = ReusedRange(whole, first.file, first.offset)
         else:
             joined.append(one)
     file, grid = new.manifest.files[number], Grid(new.manifest.files[number].data_start, new.manifest.chunk_nbytes)
@@ -341,7 +345,7 @@ class Reuse(Closable):
             True: `output` has the chunk, verified by the digest in the new checkpoint's index. False: the content of
                 `view`, and of the chunk in `output`, is undefined.
         """
-        proof, found = self._find_proof(number, extent), self._within(number, extent)
+        proof, found = self._find_digest(number, extent), self._within(number, extent)
         if not self._can_clone or proof is None or len(found) != 1 or found[0].extent != extent:
             return False
         (one,) = found
@@ -352,7 +356,7 @@ class Reuse(Closable):
             source = opened.fileno()
             self._can_clone = source is not None and output.clone(source, one.offset, extent.offset, view)
 
-        if not self._use(one.file, clone) or not self._can_clone or proof_hex(view) != proof:
+        if not self._use(one.file, clone) or not self._can_clone or blake3_hex(view) != proof:
             return False
         with self._lock:
             self.nbytes += extent.nbytes
@@ -375,7 +379,7 @@ class Reuse(Closable):
             True: `view` has the bytes, verified by the digest in the new checkpoint's index. False: the content of
                 `view` is undefined, and the caller must read all of it from the source.
         """
-        proof, found = self._find_proof(number, extent), self._within(number, extent)
+        proof, found = self._find_digest(number, extent), self._within(number, extent)
         if proof is None or not found:
             return False
         for one in found:
@@ -384,13 +388,13 @@ class Reuse(Closable):
                 return False
         for gap in _gaps(extent, found):
             rest(gap, view[gap.offset - extent.offset : gap.end - extent.offset])
-        if proof_hex(view) != proof:
+        if blake3_hex(view) != proof:
             return False
         with self._lock:
             self.nbytes += sum(one.extent.nbytes for one in found)
         return True
 
-    def taken(self, name: str) -> list[tuple[Taken, str]]:
+    def taken(self, name: str) -> list[tuple[ReusedRange, str]]:
         """Return the ranges of a new file that older files are expected to contain, and the names of these files."""
         numbers = [number for number in self._plan if self._new.manifest.files[number].name == name]
         return [(one, self._old.manifest.files[one.file].name) for number in numbers for one in self._plan[number]]
@@ -414,13 +418,13 @@ class Reuse(Closable):
                 left.append(part)
         return left
 
-    def _within(self, number: int, extent: Extent) -> list[Taken]:
+    def _within(self, number: int, extent: Extent) -> list[ReusedRange]:
         """Return the parts of an extent that the plan takes."""
         plan, first = self._plan.get(number, []), bisect_right(self._starts.get(number, []), extent.offset)
         near = takewhile(lambda one: one.extent.offset < extent.end, plan[max(0, first - 1) :])
         return [part for one in near if (part := one.inside(extent)) is not None]
 
-    def _find_proof(self, number: int, extent: Extent) -> str | None:
+    def _find_digest(self, number: int, extent: Extent) -> str | None:
         """Return the BLAKE3 digest of a chunk or header; None if the extent is neither."""
         file, step = self._new.manifest.files[number], self._new.manifest.chunk_nbytes
         if extent == Extent(0, file.data_start):
@@ -428,13 +432,13 @@ class Reuse(Closable):
         chunk, inside = divmod(extent.offset - file.data_start, step)
         if inside or extent.end != min(extent.offset + step, file.nbytes):
             return None
-        return self._new.proofs[number][PROOF_NBYTES * chunk :][:PROOF_NBYTES].hex()
+        return self._new.chunk_digests[number][BLAKE3_NBYTES * chunk :][:BLAKE3_NBYTES].hex()
 
     def _open(self, number: int) -> ReadableFile:
         file = self._old.manifest.files[number]
         return self._older.open(file.name, file.nbytes, access=Access.ONCE)
 
-    def _read(self, taken: Taken, view: memoryview, scratch: Buffer) -> bool:
+    def _read(self, taken: ReusedRange, view: memoryview, scratch: Buffer) -> bool:
         """Read a range of an older file; return False if it cannot be read."""
         wanted = Extent(taken.offset, taken.extent.nbytes)
         return self._use(taken.file, lambda opened: read_into(opened, wanted, view, scratch))
@@ -450,7 +454,7 @@ class Reuse(Closable):
             with self._lock:
                 # A FormatError concerns one file. A failing drive or server would delay each chunk, so all files are
                 # given up.
-                self._lost |= {number} if isinstance(error, FormatError) else self._old.proofs.keys()
+                self._lost |= {number} if isinstance(error, FormatError) else self._old.chunk_digests.keys()
             getLogger("relayout").warning("relayout: not reused, and copied from the source: %s", error)
             return False
         return True

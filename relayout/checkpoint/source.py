@@ -40,7 +40,7 @@ from relayout.checkpoint.folder import (
 )
 from relayout.checkpoint.shards import model_order
 from relayout.core.arguments import collapse_numbers
-from relayout.core.digests import digest_hex
+from relayout.core.digests import xxh3_hex
 from relayout.core.extents import BLOCK, Extent
 from relayout.core.workers import each
 from relayout.errors import FormatError, PlanError, about, shown
@@ -440,7 +440,7 @@ class SourceIdentity:
     @property
     def here(self) -> str:
         """Digest of both: the identity for data that is kept on this machine."""
-        return digest_hex(compact_json([self.content, self.place]))
+        return xxh3_hex(compact_json([self.content, self.place]))
 
 
 def identity_of(checkpoint: SourceCheckpoint) -> SourceIdentity:
@@ -467,7 +467,7 @@ def is_unchanged(checkpoint: SourceCheckpoint, before: SourceIdentity) -> bool:
         return False
     paths = [path for file in files if (path := folder.path(file.name)) is not None]
     if all(_kind_of(path).startswith(_OWN_DRIVES) for path in paths):
-        return digest_hex(compact_json(_places(checkpoint))) == before.place
+        return xxh3_hex(compact_json(_locations(checkpoint))) == before.place
     return _identity_now(checkpoint) == before
 
 
@@ -476,15 +476,15 @@ def max_samples(*stores: Store) -> int:
     return 512 if any(store.cost.is_remote for store in stores) else 16_384
 
 
-def _places(checkpoint: SourceCheckpoint) -> list[list[object] | None]:
+def _locations(checkpoint: SourceCheckpoint) -> list[list[object] | None]:
     """Return the place of each local file; None for a file on a server."""
-    return [place_of(path) if (path := checkpoint.folder.path(file.name)) else None for file in checkpoint.files]
+    return [location_of(path) if (path := checkpoint.folder.path(file.name)) else None for file in checkpoint.files]
 
 
 def _identity_now(checkpoint: SourceCheckpoint) -> SourceIdentity:
     folder, files = checkpoint.folder, checkpoint.files
     statuses = [_status(folder, file.name) for file in files]
-    places = _places(checkpoint)
+    places = _locations(checkpoint)
     # A file with another length than its header requires has another content in any case.
     unknown = [i for i, one in enumerate(statuses) if one.vouched is None and one.nbytes == files[i].nbytes]
     sampled = _hashed(checkpoint, samples_of(checkpoint, unknown))
@@ -495,15 +495,15 @@ def _identity_now(checkpoint: SourceCheckpoint) -> SourceIdentity:
         if status.vouched is None and places[i] is None:
             # A server's version of a file proves nothing, but another version means another file.
             proof = [proof, folder.location(file.name), status.version]
-        contents.append([name, status.nbytes, digest_hex(file.header), proof])
+        contents.append([name, status.nbytes, xxh3_hex(file.header), proof])
     # One tensor may lie in several files: the index selects one.
     tensors = [[tensor.name, tensor.file, tensor.extent.offset, tensor.extent.nbytes] for tensor in checkpoint.tensors]
-    index = None if checkpoint.index is None else digest_hex(checkpoint.index[1])
-    content = digest_hex(compact_json([contents, tensors, index]))
-    return SourceIdentity(content, digest_hex(compact_json(places)))
+    index = None if checkpoint.index is None else xxh3_hex(checkpoint.index[1])
+    content = xxh3_hex(compact_json([contents, tensors, index]))
+    return SourceIdentity(content, xxh3_hex(compact_json(places)))
 
 
-def place_of(path: Path) -> list[object]:
+def location_of(path: Path) -> list[object]:
     """Return the values that distinguish a local file from all others on this machine.
 
     Device numbers are left out: those of network and overlay file systems differ after each mount.
@@ -584,7 +584,7 @@ def _hashed(checkpoint: SourceCheckpoint, samples: Mapping[int, Sequence[Extent]
     digests: dict[int, bytes] = dict.fromkeys(samples, b"")
     for (index, _), digest in zip(runs, each(read, runs, _NUM_THREADS), strict=True):
         digests[index] += digest
-    return {index: digest_hex(found) for index, found in digests.items()}
+    return {index: xxh3_hex(found) for index, found in digests.items()}
 
 
 def _status(folder: Store, name: str) -> FileStat:

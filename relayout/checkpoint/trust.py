@@ -18,23 +18,23 @@ from relayout.checkpoint.bundle import SignedFiles, listed_by_certificates, list
 from relayout.checkpoint.converted import (
     MAX_SIGNATURE_NBYTES,
     PACKED,
-    Proven,
     StoreOver,
+    VerifiedFile,
+    digests_of_side_files,
     digests_of_small,
+    file_digests_of,
     index_of,
     names_of_index,
-    proof_of,
-    proofs_of_sides,
     read_record,
 )
 from relayout.core.arguments import path_text
-from relayout.core.digests import new_proof
+from relayout.core.digests import new_blake3
 from relayout.core.extents import BLOCK
 from relayout.errors import FormatError, MissingPathError, PlanError, about, did_you_mean, how_to_install, shown
 from relayout.format.fields import decode, parse_toml
 from relayout.format.index import MANIFEST_NAME, SIGNATURE_NAME, Manifest
 from relayout.format.manifest import MAX_MANIFEST_NBYTES, content_of, parse_manifest
-from relayout.format.steps import step_of
+from relayout.format.steps_index import step_of
 from relayout.storage.stores import Access, FileStat, HeadFile, ReadableFile, Store, find_input, if_there, scheme_of
 from relayout.storage.system import resident_nbytes
 
@@ -66,9 +66,9 @@ class Signer:
 
     def is_for(self, store: Store) -> bool:
         """Return True if the signer is accepted for the store's path or URL."""
-        place = _place(str(store))
+        place = _absolute(str(store))
         return not self.prefixes or any(
-            place == prefix or place.startswith(prefix.rstrip("/") + "/") for prefix in map(_place, self.prefixes)
+            place == prefix or place.startswith(prefix.rstrip("/") + "/") for prefix in map(_absolute, self.prefixes)
         )
 
     def listing(self, signature: bytes) -> SignedFiles:
@@ -105,7 +105,7 @@ class Statement:
 
 
 @dataclass(frozen=True, slots=True)
-class Signed(Statement):
+class SignedFolder(Statement):
     """A signed statement about a folder."""
 
     manifest: Manifest
@@ -170,14 +170,14 @@ def _parse_signer(top: object, folder: Path) -> Signer:
     return Signer(signer, tuple(prefixes), frozenset(top.get("content", ())))
 
 
-def _place(path: str) -> str:
+def _absolute(path: str) -> str:
     return path if scheme_of(path) else os.path.realpath(path)
 
 
 def trusted(store: Store, trust: Trust) -> Store:
     """Wrap the store of a converted checkpoint to return only verified bytes; without a policy, do nothing."""
     policy = policy_of(trust)
-    return store if policy is None else TrustedStore(store, prove(store, policy))
+    return store if policy is None else TrustedStore(store, verify_signature(store, policy))
 
 
 def package_missing() -> PlanError:
@@ -193,14 +193,14 @@ def policy_over(store: Store) -> Policy | None:
     return store.signed.policy if isinstance(store, TrustedStore) else None
 
 
-def prove(store: Store, policy: Policy) -> Signed:
+def verify_signature(store: Store, policy: Policy) -> SignedFolder:
     """Verify a folder's signature, before anything else of the folder is used."""
-    said = prove_statement(store, policy)
+    said = verify_statement(store, policy)
     manifest = parse_manifest(said.blob, store.location(MANIFEST_NAME))
-    return Signed(said.blob, said.digests, said.signature, said.signer, said.policy, manifest)
+    return SignedFolder(said.blob, said.digests, said.signature, said.signer, said.policy, manifest)
 
 
-def prove_plain(store: Store, policy: Policy) -> tuple[str, Mapping[str, str]]:
+def verify_source_signature(store: Store, policy: Policy) -> tuple[str, Mapping[str, str]]:
     """Verify the signature of a plain checkpoint, which has no relayout.json.
 
     Returns:
@@ -217,10 +217,10 @@ def prove_plain(store: Store, policy: Policy) -> tuple[str, Mapping[str, str]]:
         if not signer.content:
             return str(signer), listing.digests
         reasons.append("the policy names contents of converted checkpoints")
-    raise _unproven(store, policy, reasons)
+    raise _unverified(store, policy, reasons)
 
 
-def prove_statement(store: Store, policy: Policy, content: Callable[[bytes], str] = content_of) -> Statement:
+def verify_statement(store: Store, policy: Policy, content: Callable[[bytes], str] = content_of) -> Statement:
     """Verify the signature of a folder or a delta, before anything else of it is used.
 
     A folder with the name of a step must be signed under that name: so a step cannot be passed off as another one.
@@ -245,7 +245,7 @@ def prove_statement(store: Store, policy: Policy, content: Callable[[bytes], str
             reasons.append(f"the content {content(blob)} is not one that the policy names")
         else:
             return Statement(blob, listing.digests, signature, str(signer), policy)
-    raise _unproven(store, policy, reasons)
+    raise _unverified(store, policy, reasons)
 
 
 def _listings(signature: bytes, signers: Iterable[Signer], reasons: list[str]) -> Iterator[tuple[Signer, SignedFiles]]:
@@ -261,12 +261,12 @@ def _listings(signature: bytes, signers: Iterable[Signer], reasons: list[str]) -
             reasons.append(f"{type(error).__name__}: {shown(str(error))}")
 
 
-def _unproven(store: Store, policy: Policy, reasons: Iterable[str]) -> FormatError:
+def _unverified(store: Store, policy: Policy, reasons: Iterable[str]) -> FormatError:
     what = f"no signature of a signer in {policy.path}: {'; '.join(reasons)}"
     return FormatError(what, path=store.location(SIGNATURE_NAME), code="signature")
 
 
-def check_place(path: str | os.PathLike[str]) -> Policy | None:
+def check_signers(path: str | os.PathLike[str]) -> Policy | None:
     """Return the environment's policy, checked to have a signer for a path or URL; None: no policy is set.
 
     This check precedes the first request to a server.
@@ -299,14 +299,14 @@ class TrustedStore(StoreOver):
     The store has no path and no descriptor. Unsigned files do not exist in it.
     """
 
-    signed: Signed
+    signed: SignedFolder
     _known_sides: list[dict[str, str]] = field(default_factory=list, init=False, repr=False, compare=False)
 
     def over(self, other: Store) -> TrustedStore:
         """Return a store that verifies a copy of the folder, such as in a cache, by the same signature."""
         return TrustedStore(other, self.signed)
 
-    def prove_side_files(self) -> None:
+    def verify_side_files(self) -> None:
         """Verify all files except weights and relayout's own: other programs read them directly in the folder."""
         own = {*names_of_index(self.signed.manifest), *(file.name for file in self.signed.manifest.files)}
         names = self.signed.digests.keys() - own if self.signed.lists_all else self._sides().keys()
@@ -357,7 +357,7 @@ class TrustedStore(StoreOver):
             if fd is not None and (resident_nbytes(fd, 0, file.nbytes) or 0) > file.nbytes // 2:
                 opened.close()
                 opened = self.base.open(name, nbytes, version=version)
-            return Proven(opened, proof_of(self, manifest, index, with_header=True), where)
+            return VerifiedFile(opened, file_digests_of(self, manifest, index, with_header=True), where)
         except BaseException:
             opened.close()
             raise
@@ -377,7 +377,7 @@ class TrustedStore(StoreOver):
         """Verify a file that is read whole: by its SHA-256, if that is signed; else by its BLAKE3 digest."""
         from relayout.storage.reading import sha256_hex  # Imported here: the load of a rank does not need it.
 
-        proof, listed = new_proof(), self.signed.digests.get(name)
+        proof, listed = new_blake3(), self.signed.digests.get(name)
         found = sha256_hex(file, proof)
         small = digests_of_small(self.signed.manifest)
         expected = listed or (small[name] if name in small else self._sides().get(name))
@@ -387,7 +387,7 @@ class TrustedStore(StoreOver):
     def _sides(self) -> dict[str, str]:
         """Return the BLAKE3 digests of the side files by name, from the source record, which is read once."""
         if not self._known_sides:
-            self._known_sides.append(proofs_of_sides(read_record(self, self.signed.manifest)))
+            self._known_sides.append(digests_of_side_files(read_record(self, self.signed.manifest)))
         return self._known_sides[0]
 
     def _other(self, name: str) -> FormatError:

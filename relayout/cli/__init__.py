@@ -8,7 +8,7 @@ def main() -> None:
 
     A signal ends the process immediately during startup, raises an exception during work, and is ignored at exit.
     """
-    signals.leave_when_asked()
+    signals.exit_on_signal()
     try:
         from relayout.cli import app  # This import is slow.
 

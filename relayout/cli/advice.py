@@ -9,7 +9,7 @@ import shlex
 from collections.abc import Sequence
 from pathlib import Path
 
-from relayout.cli.signals import Signalled
+from relayout.cli.signals import SignalReceived
 from relayout.errors import FormatError, PlanError, RelayoutError
 from relayout.storage.stores import scheme_of
 
@@ -38,7 +38,7 @@ def next_step(error: BaseException, argv: Sequence[str]) -> str:
         error: what ended the command.
         argv: the arguments of `relayout`.
     """
-    if isinstance(error, Signalled):
+    if isinstance(error, SignalReceived):
         return "run the same command again"
     if isinstance(error, MemoryError):
         return "free -h"

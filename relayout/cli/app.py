@@ -98,7 +98,7 @@ _FolderOption = Annotated[
 def main() -> None:
     """Parse the command line, run the command, and raise SystemExit with the exit code."""
     with signals.restored():
-        signals.leave_when_asked()
+        signals.exit_on_signal()
         # A command that only prints is ended by SIGPIPE when its reader is closed, like other programs.
         signal.signal(signal.SIGPIPE, signal.SIG_DFL)
         try:

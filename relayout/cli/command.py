@@ -193,7 +193,7 @@ class Printing:
         among the arguments of the working function: a signal during the import of that function then still ends the
         process at once.
         """
-        signals.raise_when_asked()
+        signals.raise_on_signal()
         signal.signal(signal.SIGPIPE, signal.SIG_IGN)
         return _Events(what) if self.as_json else self._shows_progress
 
@@ -202,15 +202,15 @@ class Printing:
         """True if progress is shown to a person on stderr: as a bar on a terminal, otherwise as lines."""
         return not self.quiet and sys.stderr is not None and (self.verbose or sys.stderr.isatty())
 
-    def tell(self, line: str) -> None:
+    def log_line(self, line: str) -> None:
         """Print a line of progress on stderr."""
         if not self.quiet:
-            tell(line)
+            log_line(line)
 
     def begin(self, line: str) -> None:
         """Announce work on stderr, if a person waits for it: on a terminal, or with `verbose`."""
         if not self.as_json and self._shows_progress:
-            tell(line)
+            log_line(line)
 
     def show(self, result: R, text: Callable[[R], Iterable[Block]]) -> None:
         """Print a result. A closed stdout does not change the exit code, which is about the work."""
@@ -266,12 +266,12 @@ def errors(as_json: bool = False) -> Iterator[None]:
         _fail(f"out of memory: {error}", EXIT_IO, error, as_json)
     except ModuleNotFoundError as error:  # A package from an extra, such as torch.
         _fail(str(error), EXIT_BAD_INPUT, error, as_json)
-    except signals.Signalled as error:
+    except signals.SignalReceived as error:
         signals.ignore()
         _fail(str(error), error.exit_code, error, as_json, label="")
 
 
-def tell(line: str) -> None:
+def log_line(line: str) -> None:
     """Print a line to stderr. A closed stderr does not stop the work."""
     try:
         print_error(escape_controls(line))
@@ -296,9 +296,9 @@ def _warnings(quiet: bool, as_json: bool) -> Iterator[None]:
 
     def show(message: Warning | str, *where: object, **more: object) -> None:
         if as_json:
-            tell(json.dumps({"event": "warning", "message": str(message)}))
+            log_line(json.dumps({"event": "warning", "message": str(message)}))
         elif not quiet:
-            tell(f"relayout: warning: {_one_line(str(message))}")
+            log_line(f"relayout: warning: {_one_line(str(message))}")
 
     with warnings.catch_warnings():
         warnings.showwarning = show

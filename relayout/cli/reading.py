@@ -88,10 +88,10 @@ def verify(
     """
     with output(quiet, verbose, as_json) as out:
         from relayout.cli import render
-        from relayout.commands.verify_source import is_plain
+        from relayout.commands.verify_source import is_unconverted
         from relayout.storage.stores import find_input
 
-        if source is None and ranks is None and is_plain(find_input(path)):
+        if source is None and ranks is None and is_unconverted(find_input(path)):
             checked = relayout.verify_source(
                 path, trust=trust, threads=threads, memory=memory, progress=out.work("verifying")
             )

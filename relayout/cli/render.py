@@ -18,13 +18,13 @@ from relayout.storage.stores import scheme_of
 
 if TYPE_CHECKING:
     from relayout.commands.cache import CacheListing
-    from relayout.commands.copy import AlreadyThere, Copied
-    from relayout.commands.delta import DeltaDone
+    from relayout.commands.copy import AlreadyThere, CopyResult
+    from relayout.commands.delta import DeltaResult
     from relayout.commands.inspect import Amplification, Inspection
-    from relayout.commands.restore import Restored
-    from relayout.commands.sign import SignatureWritten
+    from relayout.commands.restore import RestoreResult
+    from relayout.commands.sign import SignResult
     from relayout.commands.verify_source import SourceVerification
-    from relayout.commands.warm import Warmed
+    from relayout.commands.warm import WarmResult
     from relayout.conversion.consistency import Verification
     from relayout.conversion.jobs import ConvertedUnits
     from relayout.conversion.planning import PlanCheck, Preview
@@ -60,7 +60,7 @@ def summary(done: Summary) -> Iterator[Block]:
     if done.verified:
         shards = len({one.name for one in done.verified})
         some = "" if shards == done.num_shards else f"{shards} of "
-        yield Line(f"source verified: {some}{counted(done.num_shards, 'shard')}, {by_whom(done.verified)}")
+        yield Line(f"source verified: {some}{counted(done.num_shards, 'shard')}, {signer_text(done.verified)}")
     if done.is_private:
         yield Line(
             f"only you can read it, as with the source; for others: chmod -R a+rX {done.output}", "note", "yellow"
@@ -77,7 +77,7 @@ def already_there(done: AlreadyThere) -> Iterator[Block]:
     )
 
 
-def copied(done: Copied) -> Iterator[Block]:
+def copied(done: CopyResult) -> Iterator[Block]:
     """Yield the output of `copy` and `apply`."""
     ranks, what = _ranks(done.ranks, done.num_ranks), counted(done.num_files, "file")
     yield Line(f"{done.output}: {what} for {ranks}, every byte compared with its digest", "done", "bold green")
@@ -108,13 +108,13 @@ def committed(done: Summary) -> Iterator[Block]:
     yield Line(f"{done.output}: {_tensors_of_ranks(done)}, {size}", "published", "bold green")
 
 
-def signed(done: SignatureWritten) -> Iterator[Block]:
+def signed(done: SignResult) -> Iterator[Block]:
     """Yield the output of `sign`."""
     yield Line(f"{done.signature}: {counted(done.num_files, 'file')}", "signed", "bold green")
     yield Line(f"{decimal(done.nbytes)} in {_time(done.nbytes, done.seconds)}; content {done.content}")
 
 
-def restored(done: Restored) -> Iterator[Block]:
+def restored(done: RestoreResult) -> Iterator[Block]:
     """Yield the output of `restore`."""
     counts = f"{counted(done.num_tensors, 'tensor')} in {counted(done.num_files, 'file')}"
     yield Line(f"{done.output}: {counts}, every digest matches", "restored", "bold green")
@@ -124,7 +124,7 @@ def restored(done: Restored) -> Iterator[Block]:
     )
 
 
-def delta_done(done: DeltaDone) -> Iterator[Block]:
+def delta_done(done: DeltaResult) -> Iterator[Block]:
     """Yield the output of `delta`."""
     share = f"{decimal(done.delta_nbytes)}, {_percent(done.delta_nbytes, done.nbytes)} of {decimal(done.nbytes)}"
     yield Line(f"{done.output}: {share}", "written", "bold green")
@@ -134,7 +134,7 @@ def delta_done(done: DeltaDone) -> Iterator[Block]:
     )
 
 
-def warmed(done: Warmed) -> Iterator[Block]:
+def warmed(done: WarmResult) -> Iterator[Block]:
     """Yield the output of `warm`."""
     total = sum(file.nbytes for file in done.files)
     resident = [file.after_nbytes for file in done.files]
@@ -268,10 +268,10 @@ def source_verification(result: SourceVerification) -> Iterator[Block]:
         found = counted(len(result.differences), "difference")
         yield Line(f"{result.path}: {decimal(result.nbytes)} hashed", f"{found}:", "bold red")
     elif result.is_verified:
-        text = f"{result.path}: {counted(shards, 'shard')}, every byte, {by_whom(of_shards)}"
+        text = f"{result.path}: {counted(shards, 'shard')}, every byte, {signer_text(of_shards)}"
         yield Line(text, "verified", "bold green")
     elif len(unknown) < shards:
-        text = f"{result.path}: {shards - len(unknown)} of {counted(shards, 'shard')}, {by_whom(of_shards)}"
+        text = f"{result.path}: {shards - len(unknown)} of {counted(shards, 'shard')}, {signer_text(of_shards)}"
         yield Line(text, "verified in part", "bold yellow")
     else:
         what = "of its shards: headers and index agree, the bytes of tensors were compared with nothing"
@@ -290,7 +290,7 @@ def source_verification(result: SourceVerification) -> Iterator[Block]:
         yield Line("download these files again, or take them from where they are intact", "next")
 
 
-def by_whom(verified: Iterable[FileDigest]) -> str:
+def signer_text(verified: Iterable[FileDigest]) -> str:
     """Return the origins of verified digests, each with the kind of digest, as text."""
     kinds = dict.fromkeys(f"{one.by} ({one.digest.partition(':')[0]})" for one in verified)
     return f"by {', '.join(kinds)}"

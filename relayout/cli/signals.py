@@ -19,7 +19,7 @@ _BURST_SECONDS = 1.0
 """Signals within this time count as one request, because timeout(1) sends two."""
 
 
-class Signalled(BaseException):
+class SignalReceived(BaseException):
     """Raised when a signal requests the end of the process."""
 
     def __init__(self, signum: int) -> None:
@@ -27,13 +27,13 @@ class Signalled(BaseException):
         self.exit_code = 128 + signum
 
 
-def leave_when_asked() -> None:
+def exit_on_signal() -> None:
     """Let a signal end the process at once with one line on stderr; for startup, when nothing needs cleanup."""
     _install(_leave)
 
 
-def raise_when_asked() -> None:
-    """Let a signal raise `Signalled`, so that unfinished work is cleaned up; call it after `leave_when_asked`."""
+def raise_on_signal() -> None:
+    """Let a signal raise `SignalReceived`, so that unfinished work is cleaned up; call it after `exit_on_signal`."""
     if any(signal.getsignal(signum) is _leave for signum in _ENDING):
         _install(_Raise())
 
@@ -42,7 +42,7 @@ def end_with_stdin() -> None:
     """Run at low priority, and end as by SIGTERM when stdin is closed or when the parent process has ended.
 
     The parent is checked because its other children may keep the pipe open. If the parent ignores or blocks SIGTERM,
-    this process inherits that, so both are undone here. Call it after `raise_when_asked`.
+    this process inherits that, so both are undone here. Call it after `raise_on_signal`.
     """
     os.nice(19)
     if signal.getsignal(signal.SIGTERM) is signal.SIG_IGN:
@@ -110,7 +110,7 @@ class _Raise:
         now = time.monotonic()
         if now - self._raised >= _BURST_SECONDS:
             self._raised = now
-            raise Signalled(signum)
+            raise SignalReceived(signum)
 
 
 def _word(signum: int) -> str:

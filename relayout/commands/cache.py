@@ -6,7 +6,7 @@ import os
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from relayout.cache.conversions import kept_conversion, plan_in
+from relayout.cache.conversions import cached_conversion, plan_in
 from relayout.cache.folder import Cache, CacheEntry, cache_of
 from relayout.checkpoint.source import SourceCheckpoint
 from relayout.core.arguments import integer
@@ -122,7 +122,7 @@ def add(
     some = None if ranks is None else ranks_of(ranks, degree)
     store = find_input(source).snapshot()
     try:
-        kept_conversion(
+        cached_conversion(
             store, degree, kept, plan_of, ranks=some, progress=progress, behind_loads=behind_loads
         ).entry.close()
     except OSError as error:

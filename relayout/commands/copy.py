@@ -30,14 +30,14 @@ from relayout.checkpoint.converted import (
     sizes_of,
 )
 from relayout.checkpoint.delta import DeltaStore, Paths, read_deltas, with_deltas
-from relayout.checkpoint.reuse import Contents, Reuse, Taken, read_into
+from relayout.checkpoint.reuse import Contents, Reuse, ReusedRange, read_into
 from relayout.checkpoint.trust import Trust, policy_over, trusted
 from relayout.conversion.resume import other_option
 from relayout.conversion.run import DEFAULT_MEMORY, DEFAULT_THREADS, share_memory
 from relayout.conversion.sidecar import find_other_files, modes_of, put_index
 from relayout.core.arguments import folder_text, ranks_text
 from relayout.core.arguments import ranks as parse_ranks
-from relayout.core.digests import OrderedDigests, digest_hex, new_proof
+from relayout.core.digests import OrderedDigests, new_blake3, xxh3_hex
 from relayout.core.extents import Extent, split
 from relayout.core.workers import Stop, Workers
 from relayout.errors import FormatError, PlanError
@@ -55,7 +55,7 @@ from relayout.format.manifest import (
     parse_manifest,
 )
 from relayout.publish.folder import remove_leftovers
-from relayout.publish.output import Output, Work
+from relayout.publish.output import Output, OutputSpec
 from relayout.publish.publishers import StoreDestination
 from relayout.reporting import Progress, Result, reporting
 from relayout.storage.cloud.part_copies import CopySource, PartCopies, is_possible, versions_in
@@ -93,7 +93,7 @@ class NeededFiles(Result):
 
 
 @dataclass(frozen=True, slots=True, repr=False)
-class Copied(Result):
+class CopyResult(Result):
     """Result of `copy`."""
 
     output: str
@@ -177,7 +177,7 @@ def copy(
     memory: int | str = DEFAULT_MEMORY,
     scratch: str | os.PathLike[str] | None = None,
     progress: Progress = None,
-) -> Copied:
+) -> CopyResult:
     """Copy the files of a converted folder that ranks need. Every byte is compared with its digest during the copy.
 
     Args:
@@ -224,7 +224,7 @@ class Older:
     is_read: bool
     """True if bytes are read from it instead of from the source."""
 
-    def copy_source(self, taken: Taken, name: str) -> CopySource | None:
+    def copy_source(self, taken: ReusedRange, name: str) -> CopySource | None:
         """Return a range in the older file `name` for the server to copy; None if the file's version is unknown."""
         version = None if self.versions is None else self.versions.get(name)
         return None if version is None else CopySource(taken.extent, self.store.location(name), taken.offset, version)
@@ -320,7 +320,7 @@ def apply_deltas(
     threads: int = DEFAULT_THREADS,
     scratch: str | os.PathLike[str] | None = None,
     progress: Progress = None,
-) -> Copied:
+) -> CopyResult:
     """Write the result of applying deltas to a converted checkpoint.
 
     It equals, byte for byte, the newer folder that the last delta was generated from.
@@ -365,7 +365,7 @@ def copy_from(
     progress: Progress,
     scratch: str | os.PathLike[str] | None = None,
     older: Older | None = None,
-) -> Copied:
+) -> CopyResult:
     """Copy, like `copy`, from a store with files that do not change.
 
     Args:
@@ -385,16 +385,16 @@ def copy_from(
     if older is not None:
         reuse = Reuse(Contents.read(source, manifest, kept.holders), older.store, older.contents)
         copies = None if older.versions is None else PartCopies(partial(_copy_sources, older, reuse))
-    work = Work(
+    work = OutputSpec(
         what=f"a copy of {source}",
-        fingerprint=digest_hex(compact_json(["copy", digest_hex(blob), kept.present])),
+        fingerprint=xxh3_hex(compact_json(["copy", xxh3_hex(blob), kept.present])),
         others=[*names_of(kept, record), SIGNATURE_NAME],
         modes=modes_of(inputs, [file.name for file in kept.files]),
         scratch=folder_text(scratch, "scratch"),
         copies=copies,
     )
     with place.begin(work) as made:
-        copying = _Copying(source, manifest, kept, made, reuse if older is not None and older.is_read else None)
+        copying = _RankFileCopier(source, manifest, kept, made, reuse if older is not None and older.is_read else None)
         others_nbytes = sum(side.nbytes for side in record.side_files) + len(blob)
         resumed_nbytes = copying.copy_parts(
             threads, min(piece_nbytes, source.cost.request_nbytes), others_nbytes, progress
@@ -404,7 +404,7 @@ def copy_from(
         if signature is not None:
             made.put(SIGNATURE_NAME, [signature])
         made.put(MANIFEST_NAME, [blob if kept is manifest else dump_manifest(kept)])
-    return Copied(
+    return CopyResult(
         output=str(target),
         num_ranks=manifest.num_ranks,
         ranks=kept.present,
@@ -436,7 +436,7 @@ def _kept(folder: Store, ranks: Ranks) -> tuple[bytes, Manifest, Manifest]:
     return blob, manifest, manifest if wanted == manifest.present else manifest.only(wanted)
 
 
-class _Copying:
+class _RankFileCopier:
     """Copies rank files, and compares the digest of every chunk."""
 
     def __init__(
@@ -452,7 +452,7 @@ class _Copying:
         """The number of each copied file in the source's manifest."""
         self.digests = [read_chunk_digests(source, manifest, number) for number in self._numbers]
         """For each file, the digests of its chunks."""
-        self._hashes = OrderedDigests(Stop(), new_proof)
+        self._hashes = OrderedDigests(Stop(), new_blake3)
         self._inputs = OpenFiles(self._open_input)
         self._outputs = OpenFiles(self._open_output, num_descriptors=2)
 
@@ -475,7 +475,7 @@ class _Copying:
                 chunks = chunks_of(file.data_start, file.nbytes, self._chunk_nbytes)
                 pieces = ((index, piece) for chunk in chunks for piece in split(chunk, piece_nbytes))
                 stop = Stop()
-                self._hashes = OrderedDigests(stop, new_proof)
+                self._hashes = OrderedDigests(stop, new_blake3)
                 Workers(threads, pieces, _Buffers, self._copy, stop).run(report.after(done))
                 self._complete(index)
                 self._output.keep(_part_name(index), b"")
@@ -500,14 +500,14 @@ class _Copying:
             with self._outputs.use(index) as output:
                 if self._reuse.clone(self._numbers[index], piece, output, view):
                     return piece.nbytes
-        is_proven = self._reused(index, piece, view, memory.scratch)
-        if not is_proven:
+        is_verified = self._reused(index, piece, view, memory.scratch)
+        if not is_verified:
             with self._inputs.use(index) as opened:
                 wanted = piece.aligned(opened.alignment)
                 opened.read(wanted.offset, there[wanted.offset - blocks.offset : wanted.end - blocks.offset])
         with self._outputs.use(index) as output:
             output.write(piece.offset, view, piece.offset - blocks.offset)
-        if is_proven:
+        if is_verified:
             return piece.nbytes
         for number, chunk, part in chunks_over(piece, file.data_start, file.nbytes, self._chunk_nbytes):
             inside = view[part.offset - piece.offset : part.end - piece.offset]

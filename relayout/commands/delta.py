@@ -30,7 +30,7 @@ from relayout.conversion.changes import EncodedPiece, widths_in, write_pieces
 from relayout.conversion.run import DEFAULT_MEMORY, DEFAULT_THREADS, share_memory
 from relayout.conversion.sidecar import copy_side_file, modes_of
 from relayout.core.arguments import folder_text
-from relayout.core.digests import PROOF_NBYTES, digest_hex, proof_hex
+from relayout.core.digests import BLAKE3_NBYTES, blake3_hex, xxh3_hex
 from relayout.core.extents import Extent
 from relayout.core.workers import each
 from relayout.errors import PlanError
@@ -52,7 +52,7 @@ from relayout.format.index import MANIFEST_NAME, SIGNATURE_NAME, VERSION, Manife
 from relayout.format.manifest import MAX_MANIFEST_NBYTES, compress, content_of, parse_manifest
 from relayout.format.safetensors import Header
 from relayout.format.source_record import SideFile, SourceRecord
-from relayout.publish.output import Output, Work
+from relayout.publish.output import Output, OutputSpec
 from relayout.publish.publishers import StoreDestination
 from relayout.reporting import Progress, Result, reporting
 from relayout.storage.stores import Access, ReadableFile, Store, find_input, find_store
@@ -65,7 +65,7 @@ _AHEAD = 2
 
 
 @dataclass(frozen=True, slots=True, repr=False)
-class DeltaDone(Result):
+class DeltaResult(Result):
     """Result of `delta`."""
 
     output: str
@@ -114,7 +114,7 @@ def delta(
     threads: int = DEFAULT_THREADS,
     scratch: str | os.PathLike[str] | None = None,
     progress: Progress = None,
-) -> DeltaDone:
+) -> DeltaResult:
     """Write the changes between two converted checkpoints of one layout, such as two training steps.
 
     Unchanged elements take almost no space, wherever they are. Memory: about 12 MiB per thread.
@@ -147,9 +147,9 @@ def delta(
     for side in (before, after):
         place.check(side.store)
     others = _others(before, after)
-    work = Work(
+    work = OutputSpec(
         what=f"what changed from {before.store} to {after.store}",
-        fingerprint=digest_hex(b"delta" + before.blob + after.blob),
+        fingerprint=xxh3_hex(b"delta" + before.blob + after.blob),
         others=[
             *(delta_name(file.name) for file in files),
             *(NEW + name for name in others),
@@ -179,7 +179,7 @@ def delta(
         )
         made.put(NEW_MANIFEST_NAME, [compress(after.blob, MAX_MANIFEST_NBYTES)])
         made.put(MANIFEST_NAME, [dump_delta(manifest)])
-    return DeltaDone(
+    return DeltaResult(
         output=str(target),
         num_files=len(files),
         nbytes=total,
@@ -240,7 +240,7 @@ def _write_changes(
     """Compare two versions of a weight file, and write the changes; None if the versions are equal."""
     file, sides = after.manifest.files[index], (before, after)
     digests = [read_chunk_digests(side.store, side.manifest, index) for side in sides]
-    rows = [np.frombuffer(each_side, np.uint8).reshape(-1, PROOF_NBYTES) for each_side in digests]
+    rows = [np.frombuffer(each_side, np.uint8).reshape(-1, BLAKE3_NBYTES) for each_side in digests]
     differing = np.flatnonzero((rows[0] != rows[1]).any(axis=1)).tolist()
     if not differing and before.manifest.files[index].header_digest == file.header_digest:
         return None
@@ -267,11 +267,11 @@ def _write_changes(
             extent = piece(1 + chunk)
             versions = [view[extent.offset - first.offset : extent.end - first.offset] for view in views]
             for version, stored, path in zip(versions, digests, where, strict=True):
-                check_chunk(proof_hex(version), stored, chunk, extent, path)
+                check_chunk(blake3_hex(version), stored, chunk, extent, path)
             change = np.frombuffer(scratch.reserve(extent.nbytes), np.uint8)
             old, new = (np.frombuffer(version, np.uint8) for version in versions)
             np.bitwise_xor(old, new, out=change)
-            proof = digests[1][PROOF_NBYTES * chunk :][:PROOF_NBYTES].hex()
+            proof = digests[1][BLAKE3_NBYTES * chunk :][:BLAKE3_NBYTES].hex()
             found.append(EncodedPiece(1 + chunk, encode(change, widths.of(extent)), proof))
         idle.append(taken)
         return found

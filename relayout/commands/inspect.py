@@ -139,7 +139,7 @@ def inspect(path: str | os.PathLike[str], *, rank: int | None = None, tp: int | 
     source = read_source(store)
     if rank is not None:
         raise PlanError("not converted, so it has no ranks: omit --rank", path=str(store), code="option")
-    return _inspect_plain(store, source, degrees)
+    return _inspect_unconverted(store, source, degrees)
 
 
 def _inspect_converted(folder: Store, manifest: Manifest, rank: int | None) -> Inspection:
@@ -174,7 +174,7 @@ def _inspect_converted(folder: Store, manifest: Manifest, rank: int | None) -> I
     )
 
 
-def _inspect_plain(store: Store, source: SourceCheckpoint, degrees: Sequence[int]) -> Inspection:
+def _inspect_unconverted(store: Store, source: SourceCheckpoint, degrees: Sequence[int]) -> Inspection:
     return Inspection(
         path=str(store),
         converted=False,

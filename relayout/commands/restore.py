@@ -24,18 +24,18 @@ from relayout.checkpoint.converted import (
     read_table,
 )
 from relayout.checkpoint.trust import Trust, trusted
+from relayout.conversion.copy_plan import CopyPlan, CopyStep, LoadedRanges, SourceRange, Span, join_ranges
 from relayout.conversion.layout import Conversion
 from relayout.conversion.run import DEFAULT_MEMORY, DEFAULT_THREADS, share_memory
 from relayout.conversion.sidecar import as_one_rank, copy_side_file, modes_of, recorded_source, stored_conversion
-from relayout.conversion.steps import CopyPlan, Loaded, SourceRange, Span, Step, join_ranges
 from relayout.core.arguments import folder_text
-from relayout.core.digests import OrderedDigests, digest_hex
+from relayout.core.digests import OrderedDigests, xxh3_hex
 from relayout.core.extents import Extent, copy_runs
 from relayout.core.slices import num_bytes
 from relayout.core.workers import Stop, Workers
 from relayout.errors import FormatError
 from relayout.format.index import Manifest, RankTable
-from relayout.publish.output import Output, Work
+from relayout.publish.output import Output, OutputSpec
 from relayout.publish.publishers import StoreDestination
 from relayout.reporting import Progress, Result, reporting
 from relayout.storage.reading import HashedFile, OpenFiles, hash_files
@@ -44,7 +44,7 @@ from relayout.storage.system import Buffer, peak_nbytes
 
 
 @dataclass(frozen=True, slots=True, repr=False)
-class Restored(Result):
+class RestoreResult(Result):
     """Result of `restore`."""
 
     output: str
@@ -68,7 +68,7 @@ def restore(
     memory: int | str = DEFAULT_MEMORY,
     scratch: str | os.PathLike[str] | None = None,
     progress: Progress = None,
-) -> Restored:
+) -> RestoreResult:
     """Rebuild the source of a converted checkpoint: its shards, index and side files, byte for byte.
 
     Files that the conversion did not copy cannot be restored. The conversion listed these files.
@@ -107,9 +107,9 @@ def restore(
     place.check(folder)
     sizes = [file.nbytes for file in record.files]
     written, index = sum(sizes), [] if record.index is None else [record.index[0]]
-    work = Work(
+    work = OutputSpec(
         what=f"the source of {folder}",
-        fingerprint=digest_hex(f"restored {manifest.record_digest}".encode()),
+        fingerprint=xxh3_hex(f"restored {manifest.record_digest}".encode()),
         others=[*(file.name for file in record.files), *index, *(side.name for side in record.side_files)],
         modes=modes_of([folder], [file.name for file in manifest.files]),
         is_resumable=False,
@@ -133,7 +133,7 @@ def restore(
             made.put(record.index[0], [record.index[1]])
         for side in record.side_files:
             copy_side_file(folder, made, side.name, side)
-    return Restored(
+    return RestoreResult(
         output=str(target),
         num_files=len(record.files),
         num_tensors=len(record.names),
@@ -197,9 +197,9 @@ class _TensorWriter:
         shard = self._conversion.source.files[index]
         return self._output.write(shard.name, shard.nbytes)
 
-    def _work(self, memory: tuple[Buffer, Buffer], step: Step) -> int:
+    def _work(self, memory: tuple[Buffer, Buffer], step: CopyStep) -> int:
         """Read the spans of a step, rearrange their bytes, write them, and verify digests."""
-        loaded = Loaded.place(step.ranges, memory[0])
+        loaded = LoadedRanges.place(step.ranges, memory[0])
         for span in step.spans:
             self._read_span(span, loaded, memory[1])
         for joined in join_ranges(SourceRange(self._tensors[t].file, extent) for t, extent in step.tensors):
@@ -222,7 +222,7 @@ class _TensorWriter:
         self._output.head(file.name, file.header, file.nbytes)
         self._output.keep(f"shard-{index}", b"")
 
-    def _read_span(self, span: Span, loaded: Loaded, buffer: Buffer) -> None:
+    def _read_span(self, span: Span, loaded: LoadedRanges, buffer: Buffer) -> None:
         """Read a span from its first target, and copy its pieces to their positions in the source."""
         place = span.targets[0]
         stored = Extent(place.offset, span.nbytes).aligned()

@@ -12,13 +12,13 @@ from typing import Any
 
 from relayout.checkpoint.converted import (
     MAX_SIGNATURE_NBYTES,
-    Proven,
+    VerifiedFile,
+    digests_of_side_files,
     digests_of_small,
+    file_digests_of,
     index_of,
     names_of,
     names_of_index,
-    proof_of,
-    proofs_of_sides,
     read_chunk_digests,
     read_manifest_blob,
     read_packed_digests,
@@ -29,7 +29,7 @@ from relayout.checkpoint.converted import (
 from relayout.checkpoint.delta import Delta, is_delta, read_delta
 from relayout.checkpoint.signing import signed, signer_of
 from relayout.core.arguments import integer
-from relayout.core.digests import new_proof, proof_hex
+from relayout.core.digests import blake3_hex, new_blake3
 from relayout.core.workers import each
 from relayout.errors import FormatError, PlanError
 from relayout.format.delta import NEW
@@ -47,7 +47,7 @@ _PIECES_AT_ONCE = 16
 
 
 @dataclass(frozen=True, slots=True, repr=False)
-class SignatureWritten(Result):
+class SignResult(Result):
     """Result of `sign`."""
 
     signature: str
@@ -68,7 +68,7 @@ def sign(
     chain: Sequence[str | os.PathLike[str]] = (),
     threads: int = _DEFAULT_THREADS,
     progress: Progress = None,
-) -> SignatureWritten:
+) -> SignResult:
     """Sign a converted checkpoint or a delta: write model.sig next to its files, replacing an older signature.
 
     Every byte is read once and compared with its digest before it is signed. For a folder, the signature covers all
@@ -114,7 +114,7 @@ def sign(
         each(digest, list(sizes), integer(threads, "threads"))
     signature = signed(signer, Path(str(path)).name, digests)
     publisher_of(store).add(SIGNATURE_NAME, signature)
-    return SignatureWritten(
+    return SignResult(
         signature=store.location(SIGNATURE_NAME),
         content=content_of(blob),
         num_files=len(digests),
@@ -123,7 +123,7 @@ def sign(
     )
 
 
-def _sign_delta(store: Store, name: str, signer: Any, progress: Progress) -> SignatureWritten:
+def _sign_delta(store: Store, name: str, signer: Any, progress: Progress) -> SignResult:
     """Sign a delta, after checking that all its files match its manifests."""
     started, delta = time.monotonic(), read_delta(store)
     _check_older(store)
@@ -138,7 +138,7 @@ def _sign_delta(store: Store, name: str, signer: Any, progress: Progress) -> Sig
         delta.changed_digests(position)
     others = delta.manifest.others
     record = read_record(store, delta.new, NEW) if SOURCE_RECORD_NAME in others else None
-    known = digests_of_small(delta.new) | ({} if record is None else proofs_of_sides(record))
+    known = digests_of_small(delta.new) | ({} if record is None else digests_of_side_files(record))
     for other in others:
         if other == SIGNATURE_NAME:
             continue
@@ -147,7 +147,7 @@ def _sign_delta(store: Store, name: str, signer: Any, progress: Progress) -> Sig
         read_small(store, NEW + other, known[other])
     signature = signed(signer, name, {MANIFEST_NAME: sha256(read_manifest_blob(store)).hexdigest()})
     publisher_of(store).add(SIGNATURE_NAME, signature)
-    return SignatureWritten(
+    return SignResult(
         signature=store.location(SIGNATURE_NAME),
         content=delta.manifest.makes,
         num_files=1,
@@ -184,15 +184,15 @@ def _expected(store: Store, manifest: Manifest, blob: bytes) -> dict[str, str | 
     """Return the digest of each file in manifest and record; None for weight files, which are verified by chunks."""
     record = read_record(store, manifest)
     expected: dict[str, str | None] = dict.fromkeys(names_of(manifest, record))
-    expected |= proofs_of_sides(record)
+    expected |= digests_of_side_files(record)
     expected |= {holder.table: holder.table_digest for holder in manifest.holders.values()}
-    expected |= {MANIFEST_NAME: proof_hex(blob), SOURCE_RECORD_NAME: manifest.record_digest}
+    expected |= {MANIFEST_NAME: blake3_hex(blob), SOURCE_RECORD_NAME: manifest.record_digest}
     if HUB_INDEX_NAME in names_of_index(manifest):
         expected[HUB_INDEX_NAME] = manifest.hub_index_digest
     chunks = (read_chunk_digests(store, manifest, index) for index in range(len(manifest.files)))
-    expected[CHUNKS_NAME] = proof_hex(b"".join(chunks))
+    expected[CHUNKS_NAME] = blake3_hex(b"".join(chunks))
     digests = (read_packed_digests(store, manifest, holder) for holder in (*manifest.holders, None))
-    expected[DIGESTS_NAME] = proof_hex(b"".join(digests))
+    expected[DIGESTS_NAME] = blake3_hex(b"".join(digests))
     return expected
 
 
@@ -212,10 +212,10 @@ def _digest(store: Store, manifest: Manifest, name: str, expected: str | None) -
     where = store.location(name)
     index = index_of(manifest, name)
     if index is None:
-        digest = sha256_hex(store.open(name, access=Access.BUFFERED), proof := new_proof())
+        digest = sha256_hex(store.open(name, access=Access.BUFFERED), proof := new_blake3())
         if expected not in (None, proof.hexdigest()):
             raise FormatError("differs from the bytes that were written: damaged", path=where, code="digest")
     else:
         with store.open(name, manifest.files[index].nbytes, access=Access.BUFFERED) as opened:
-            digest = sha256_hex(Proven(opened, proof_of(store, manifest, index, with_header=True), where))
+            digest = sha256_hex(VerifiedFile(opened, file_digests_of(store, manifest, index, with_header=True), where))
     return digest

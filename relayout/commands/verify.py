@@ -12,7 +12,7 @@ from itertools import chain
 from relayout.checkpoint.converted import check_present, names_of, read_chunk_digests, read_manifest, read_record
 from relayout.checkpoint.shards import model_order
 from relayout.checkpoint.source import SourceCheckpoint, SourceFile, SourceTensor, read_source
-from relayout.checkpoint.trust import Signed, Trust, policy_of, prove
+from relayout.checkpoint.trust import SignedFolder, Trust, policy_of, verify_signature
 from relayout.conversion.consistency import (
     Culprit,
     Difference,
@@ -30,13 +30,13 @@ from relayout.conversion.consistency import (
     difference_of,
     own_files,
 )
+from relayout.conversion.copy_plan import CopyPlan, TensorDigests, run_copy_steps
 from relayout.conversion.layout import Conversion
 from relayout.conversion.run import DEFAULT_MEMORY, DEFAULT_THREADS, num_readers_of, share_memory
 from relayout.conversion.sidecar import digests_of_all, stored_conversion
-from relayout.conversion.steps import CopyPlan, TensorDigests, run_steps
 from relayout.core.arguments import ranks as parse_ranks
 from relayout.core.arguments import ranks_text
-from relayout.core.digests import PROOF_NBYTES
+from relayout.core.digests import BLAKE3_NBYTES
 from relayout.core.extents import Extent
 from relayout.core.slices import num_bytes
 from relayout.core.workers import each
@@ -92,7 +92,7 @@ def verify(
     threads, chunk_nbytes = share_memory(threads, memory)
     num_readers = num_readers_of(threads, chunk_nbytes)
     folder, policy = find_input(path), policy_of(trust)
-    signed = None if policy is None else prove(folder, policy)
+    signed = None if policy is None else verify_signature(folder, policy)
     manifest = read_manifest(folder) if signed is None else signed.manifest
     absent = absent_ranks(folder, manifest) if ranks is None else ()
     here = tuple(rank for rank in manifest.present if rank not in absent)
@@ -158,7 +158,7 @@ def _check_small_files(
 
 
 def _check_signed(
-    folder: Store, signed: Signed, needed: Container[str], differing: Container[str], threads: int
+    folder: Store, signed: SignedFolder, needed: Container[str], differing: Container[str], threads: int
 ) -> Iterator[Difference]:
     """Yield differences between the signed SHA-256 of files and the actual one, and files that are not signed.
 
@@ -236,7 +236,7 @@ def _check_stored(
 def _chunk_digests(folder: Store, manifest: Manifest, index: int) -> list[str]:
     """Return the digests of a file's chunks in hex; raise FormatError if they cannot be read."""
     digests = read_chunk_digests(folder, manifest, index)
-    return [digests[start : start + PROOF_NBYTES].hex() for start in range(0, len(digests), PROOF_NBYTES)]
+    return [digests[start : start + BLAKE3_NBYTES].hex() for start in range(0, len(digests), BLAKE3_NBYTES)]
 
 
 @dataclass(frozen=True, slots=True)
@@ -276,7 +276,7 @@ class _Compared:
         conversion = stored_conversion(self.folder, self.manifest, self.tables, self.record, source)
         plan = CopyPlan(conversion, chunk_nbytes=chunk_nbytes)
         steps = chain.from_iterable(map(plan.steps, range(len(conversion.layout.units))))
-        passed = run_steps(conversion, steps, None, threads=threads, on_progress=on_progress)
+        passed = run_copy_steps(conversion, steps, None, threads=threads, on_progress=on_progress)
         on_progress(self.manifest.source_nbytes)  # Some ranks may not need all bytes of the source.
         digests = digests_of_all(conversion, passed)
         rows = {holder: {name: row for row, name in enumerate(table.names)} for holder, table in self.tables.items()}

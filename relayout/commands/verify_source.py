@@ -7,17 +7,17 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from relayout.checkpoint.known import (
+from relayout.checkpoint.recorded_digests import (
     NUM_STREAMS,
     SUMS_NAME,
     differs,
     grouped,
     hex_of,
-    known_digests,
+    recorded_digests,
     to_hash,
 )
 from relayout.checkpoint.source import read_source
-from relayout.checkpoint.trust import Trust, policy_of, prove_plain
+from relayout.checkpoint.trust import Trust, policy_of, verify_source_signature
 from relayout.conversion.consistency import Difference, difference, difference_of
 from relayout.conversion.run import DEFAULT_MEMORY, DEFAULT_THREADS, num_readers_of, share_memory
 from relayout.errors import FormatError, PlanError
@@ -63,7 +63,7 @@ class SourceVerification(Result):
         return Result.as_json(self) | {"ok": self.ok, "is_verified": self.is_verified}
 
 
-def is_plain(store: Store) -> bool:
+def is_unconverted(store: Store) -> bool:
     """Return True for a safetensors file, and for a folder with some of these and no part of a converted checkpoint."""
     if store.kind() is not Kind.FOLDER:
         return store.kind() is Kind.FILE
@@ -109,14 +109,14 @@ def verify_source(
     """
     num_readers = num_readers_of(*share_memory(threads, memory))
     store, policy = find_input(path), policy_of(trust)
-    if not is_plain(store):
+    if not is_unconverted(store):
         raise PlanError("is not a plain checkpoint: relayout verify", path=str(store), code="option")
     is_file = store.kind() is Kind.FILE
     folder, only = store.parent() if is_file else (store, None)
-    signer, signed = (None, None) if policy is None else prove_plain(folder, policy)
+    signer, signed = (None, None) if policy is None else verify_source_signature(folder, policy)
     found: list[Difference] = []
     names = [only] if only is not None else _files(folder, found)
-    known = known_digests(folder, names)
+    known = recorded_digests(folder, names)
     if signed is not None:
         known += [FileDigest(name, f"sha256:{digest}", SIGNATURE_NAME) for name, digest in signed.items()]
         found += [_other(name, "is not signed") for name in names if name not in (SIGNATURE_NAME, *signed)]

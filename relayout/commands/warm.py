@@ -36,7 +36,7 @@ class WarmFile:
 
 
 @dataclass(frozen=True, slots=True, repr=False)
-class Warmed(Result):
+class WarmResult(Result):
     """Result of `warm`."""
 
     path: str
@@ -55,7 +55,7 @@ def warm(
     memory: int | str | None = None,
     threads: int = _DEFAULT_THREADS,
     progress: Progress = None,
-) -> Warmed:
+) -> WarmResult:
     """Read files into the page cache for the loads that follow.
 
     Cached bytes are not read again. All files are read concurrently, each from its start, in the order of a load.
@@ -109,7 +109,7 @@ def warm(
             Workers(integer(threads, "threads"), requests, Buffer, work, stop).run(on_progress)
         after = list(map(resident, range(len(sizes))))
     files = tuple(map(WarmFile, names, sizes, before, after))
-    return Warmed(str(path), files, read, left, time.perf_counter() - started)
+    return WarmResult(str(path), files, read, left, time.perf_counter() - started)
 
 
 def _files(store: Store, rank: int | None) -> tuple[list[str], list[int]]:

@@ -7,7 +7,7 @@ from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from itertools import chain, pairwise
 
-from relayout.core.digests import proof_hex
+from relayout.core.digests import blake3_hex
 from relayout.core.extents import Extent, align_down
 from relayout.core.slices import BITS
 from relayout.format.delta import DeltaFile, delta_name, dump_index
@@ -43,13 +43,13 @@ def write_pieces(made: Output, file: str, number: int, changes: Iterable[Encoded
     def stored() -> Iterator[bytes]:
         nonlocal index
         for piece in chain([first], found):
-            rows.append((piece.number, len(piece.encoded), proof_hex(piece.encoded), piece.content))
+            rows.append((piece.number, len(piece.encoded), blake3_hex(piece.encoded), piece.content))
             yield piece.encoded
         index = dump_index(rows)
         yield index
 
     made.put(delta_name(file), stored())
-    return DeltaFile(number, sum(nbytes for _, nbytes, *_ in rows) + len(index), len(rows), proof_hex(index))
+    return DeltaFile(number, sum(nbytes for _, nbytes, *_ in rows) + len(index), len(rows), blake3_hex(index))
 
 
 def widths_in(header: Header) -> ElementWidths:

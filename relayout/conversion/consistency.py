@@ -17,7 +17,7 @@ from relayout.checkpoint.shards import model_order
 from relayout.checkpoint.source import MAX_INDEX_NBYTES, SourceCheckpoint, read_shard
 from relayout.conversion.layout import file_metadata, not_for_dcp_because
 from relayout.conversion.sidecar import read_side_file, recorded_source, rows_of_files
-from relayout.core.digests import proof_hex
+from relayout.core.digests import blake3_hex
 from relayout.core.extents import BLOCK, Extent, align_down, align_up
 from relayout.core.slices import WHOLE, num_bytes
 from relayout.errors import FormatError, PlanError, shown
@@ -39,7 +39,7 @@ from relayout.format.safetensors import Header, json_text
 from relayout.format.source_record import SideFile, SourceRecord, conversion_digest
 from relayout.plans.family import ENGINES
 from relayout.plans.plan import Plan, check_all_held
-from relayout.plans.planner import proven_rules
+from relayout.plans.planner import verified_rules
 from relayout.reporting import Result
 from relayout.storage.stores import Store, nowhere
 
@@ -265,7 +265,7 @@ def _check_header(
 ) -> Iterator[Difference]:
     """Check a header against the rows of the table, and against the metadata of the source if that is given."""
     table, rows, name = file.table, file.rows, file.indexed.name
-    if proof_hex(blob) != file.indexed.header_digest:
+    if blake3_hex(blob) != file.indexed.header_digest:
         yield difference(name, "its header differs from what was written", None, Extent(0, len(blob)))
     if file.indexed.data_start % manifest.alignment:
         what = f"its data section starts at {file.indexed.data_start}, alignment {manifest.alignment}"
@@ -331,7 +331,7 @@ def check_arenas(manifest: Manifest, tables: Mapping[int, RankTable]) -> Iterato
         if manifest.whole is None:
             yield from _check_bulk(manifest, rank, tables[rank])
         elif whole is not None:
-            yield from _check_places(manifest, rank, tables[rank], whole)
+            yield from _check_offsets(manifest, rank, tables[rank], whole)
 
 
 def _check_bulk(manifest: Manifest, rank: int, table: RankTable) -> Iterator[Difference]:
@@ -357,7 +357,7 @@ def _check_bulk(manifest: Manifest, rank: int, table: RankTable) -> Iterator[Dif
             yield difference(MANIFEST_NAME, f"{what} cannot be read directly to byte {reads[n].target} of the arena")
 
 
-def _check_places(manifest: Manifest, rank: int, table: RankTable, whole: RankTable) -> Iterator[Difference]:
+def _check_offsets(manifest: Manifest, rank: int, table: RankTable, whole: RankTable) -> Iterator[Difference]:
     """Check that slices in files of whole tensors are inside their own tensors."""
     assert manifest.whole is not None
     entry = manifest.holders[rank]
@@ -491,7 +491,7 @@ def _check_rules(record: SourceRecord, source: SourceCheckpoint) -> Iterator[Dif
     """Check that the rules, if there are any, give the recorded cuts: loads at other degrees need that."""
     if record.plan is not None and record.plan.origin not in ENGINES:
         try:
-            proven_rules(source, record)
+            verified_rules(source, record)
         except (FormatError, PlanError) as error:
             yield difference(SOURCE_RECORD_NAME, f"cannot be loaded at another degree: {error}")
 

@@ -12,9 +12,9 @@ from collections.abc import Mapping
 from types import TracebackType
 from typing import Self
 
-from relayout.checkpoint.known import NUM_STREAMS, differs, grouped, hex_of, known_digests, to_hash
+from relayout.checkpoint.recorded_digests import NUM_STREAMS, differs, grouped, hex_of, recorded_digests, to_hash
+from relayout.conversion.copy_plan import TensorDigests
 from relayout.conversion.layout import Conversion
-from relayout.conversion.steps import TensorDigests
 from relayout.core.workers import Stop
 from relayout.errors import FormatError
 from relayout.format.source_record import FileDigest
@@ -111,4 +111,4 @@ def _known(conversion: Conversion) -> list[list[FileDigest]]:
     is_local = source.folder.path("") is not None and all(file.version is not None for file in source.files)
     if not is_local or not conversion.has_all:
         return []
-    return grouped(one for one in known_digests(source.folder, shards) if one.name in set(shards))
+    return grouped(one for one in recorded_digests(source.folder, shards) if one.name in set(shards))

@@ -19,6 +19,7 @@ from typing import Any
 
 from relayout.checkpoint.converted import CONVERTED
 from relayout.checkpoint.source import identity_of, read_source
+from relayout.conversion.copy_plan import CopyPlan, WrittenDigests
 from relayout.conversion.layout import Conversion
 from relayout.conversion.resume import Fingerprint, changed_shards, check_unchanged, fingerprint_of
 from relayout.conversion.run import (
@@ -28,13 +29,12 @@ from relayout.conversion.run import (
     make_unit,
     merged,
     needed_for,
+    output_spec_of,
     read_unit,
     share_memory,
     summary_of,
-    work_of,
 )
 from relayout.conversion.sidecar import HeaderWriter, write_sidecar
-from relayout.conversion.steps import CopyPlan, Written
 from relayout.errors import FormatError, PlanError, shown
 from relayout.format.source_record import ConversionOptions
 from relayout.plans.plan import Plan
@@ -175,9 +175,9 @@ def convert_unit(
     nbytes = planned.nbytes_of(units[unit])
     place = StoreDestination(planned.output, CONVERTED, force)
     place.check(planned.source.root)
-    work = work_of(planned, fingerprint, scratch=scratch)
+    work = output_spec_of(planned, fingerprint, scratch=scratch)
     with place.begin_part(work) as output:
-        conversion = planned.marked(output.mark)
+        conversion = planned.with_suffix(output.suffix)
         is_finished = read_unit(output, conversion, fingerprint, unit) is not None
         if not is_finished:
             output.check_space(needed_for(conversion, [unit])[0])
@@ -238,9 +238,9 @@ def commit_units(
     fingerprint = fingerprint_of(planned, identity.content)
     place = StoreDestination(planned.output, CONVERTED, force)
     place.check(source.root)
-    work = work_of(planned, fingerprint)
+    work = output_spec_of(planned, fingerprint)
     with place.begin(work, gathers=True) as output:
-        conversion, units = planned.marked(output.mark), range(len(layout.units))
+        conversion, units = planned.with_suffix(output.suffix), range(len(layout.units))
         written = {
             unit: done[1] for unit in units if (done := read_unit(output, conversion, fingerprint, unit)) is not None
         }
@@ -256,7 +256,7 @@ def commit_units(
     return summary_of(planned, work, 0, time.monotonic() - started)
 
 
-def complete_parts(output: Output, conversion: Conversion, written: Written) -> None:
+def complete_parts(output: Output, conversion: Conversion, written: WrittenDigests) -> None:
     """Write the sidecar, such as tables and manifest, for the weight files that parts have added.
 
     Args:

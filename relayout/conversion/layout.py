@@ -51,7 +51,7 @@ from relayout.format.safetensors import (
 )
 from relayout.format.source_record import ConversionOptions
 from relayout.plans.plan import Plan
-from relayout.publish.output import marked
+from relayout.publish.output import with_suffix
 from relayout.storage.stores import Store
 
 DEFAULT_ALIGNMENT = 4096
@@ -237,9 +237,9 @@ class Conversion:
         files = tuple(replace(file, name=name) for file, name in zip(self.layout.files, names, strict=True))
         return replace(self, layout=replace(self.layout, files=files))
 
-    def marked(self, mark: str) -> Self:
+    def with_suffix(self, suffix: str) -> Self:
         """Return the conversion with file names that carry a mark."""
-        return self.named([marked(file.name, mark) for file in self.layout.files])
+        return self.named([with_suffix(file.name, suffix) for file in self.layout.files])
 
     @property
     def rank_nbytes(self) -> tuple[int, ...]:
@@ -370,7 +370,7 @@ def _files(
         if holder == num_ranks:
             name = f"model-{part + 1:05}-of-{num_parts:05}.safetensors"
         else:
-            name = rank_file_name(holder, part, beside_whole=has_whole)
+            name = rank_file_name(holder, part, next_to_whole=has_whole)
         data_start = headers.data_start(RankFile(name, holder, order, data_offsets, 0, nbytes))
         yield RankFile(name, holder, order, data_offsets, data_start, data_start + nbytes)
 

@@ -15,11 +15,11 @@ from itertools import chain
 
 from relayout.checkpoint.converted import check_intact, read_manifest, read_record, read_source_digests
 from relayout.checkpoint.source import SourceIdentity, SourceTensor, is_unchanged, max_samples
+from relayout.conversion.copy_plan import TensorDigests, WrittenDigests
 from relayout.conversion.layout import Conversion
 from relayout.conversion.sidecar import find_other_files, read_side_file, source_record
-from relayout.conversion.steps import TensorDigests, Written
 from relayout.core.arguments import ranks_text
-from relayout.core.digests import digest_hex
+from relayout.core.digests import xxh3_hex
 from relayout.core.extents import BLOCK, Transfer
 from relayout.core.workers import each
 from relayout.errors import FormatError, shown
@@ -41,7 +41,7 @@ class Fingerprint:
     """Digest of everything else that decides which bytes are written."""
 
 
-def dump_notes(fingerprint: Fingerprint, here: str, written: Written) -> bytes:
+def dump_notes(fingerprint: Fingerprint, here: str, written: WrittenDigests) -> bytes:
     """Return the notes of a finished unit; `parse_notes` reads them.
 
     Args:
@@ -57,13 +57,13 @@ def dump_notes(fingerprint: Fingerprint, here: str, written: Written) -> bytes:
     )
 
 
-def parse_notes(notes: bytes) -> tuple[Fingerprint, str, Written] | None:
+def parse_notes(notes: bytes) -> tuple[Fingerprint, str, WrittenDigests] | None:
     """Parse the result of `dump_notes`; return None if the bytes are not notes of this version."""
     try:
         value = json.loads(notes)
         tensors = {int(t): TensorDigests(source, tuple(slices)) for t, source, *slices in value["tensors"]}
         chunks = {int(file): bytes.fromhex(digests) for file, digests in value["files"]}
-        return Fingerprint(*value["fingerprint"]), value["here"], Written(tensors, chunks)
+        return Fingerprint(*value["fingerprint"]), value["here"], WrittenDigests(tensors, chunks)
     except (ValueError, TypeError, KeyError, RecursionError):
         return None
 
@@ -82,7 +82,7 @@ def fingerprint_of(conversion: Conversion, source: str) -> Fingerprint:
     plan = conversion.plan
     cuts = [list(map(dump_slice, cut.slices)) for cut in plan.cuts]
     options = [FORMAT_VERSION, *astuple(conversion.options), plan.cut_of, cuts, conversion.ranks]
-    return Fingerprint(source, digest_hex(compact_json(options)))
+    return Fingerprint(source, xxh3_hex(compact_json(options)))
 
 
 def check_unchanged(conversion: Conversion, before: SourceIdentity) -> None:
@@ -91,7 +91,7 @@ def check_unchanged(conversion: Conversion, before: SourceIdentity) -> None:
         raise FormatError("has changed while it was read", path=str(conversion.source.root), code="mismatch")
 
 
-def changed_shards(conversion: Conversion, noted: Written, threads: int) -> list[str]:
+def changed_shards(conversion: Conversion, noted: WrittenDigests, threads: int) -> list[str]:
     """Return the source files that no longer have the noted digests: one noted tensor of each file is read again.
 
     The chosen tensor is the largest one up to 64 MiB, or else the smallest.
@@ -105,14 +105,14 @@ def changed_shards(conversion: Conversion, noted: Written, threads: int) -> list
     return [source.files[source.tensors[t].file].name for t in changed]
 
 
-def is_unchanged_since(conversion: Conversion, noted: Written, threads: int) -> bool:
+def is_unchanged_since(conversion: Conversion, noted: WrittenDigests, threads: int) -> bool:
     """Return True if the source, read again, has the digests of all noted tensors; False if one is unknown."""
     if any(digests.source is None for digests in noted.tensors.values()):
         return False
     return not _changed_tensors(conversion, noted, noted.tensors, threads)
 
 
-def _changed_tensors(conversion: Conversion, noted: Written, again: Iterable[int], threads: int) -> list[int]:
+def _changed_tensors(conversion: Conversion, noted: WrittenDigests, again: Iterable[int], threads: int) -> list[int]:
     """Return the tensors in `again` with source bytes that no longer have the noted digest."""
     source = conversion.source
     of_files: dict[int, list[int]] = {}
@@ -164,7 +164,7 @@ def differences_from_conversion(conversion: Conversion, threads: int) -> list[st
     if [(file.nbytes, file.data_start) for file in manifest.files] != files:
         return [f"{output.location(MANIFEST_NAME)}: lists files of other lengths"]
     conversion = conversion.named([file.name for file in manifest.files])
-    noted = Written({t: TensorDigests(digest, ()) for t, digest in enumerate(digests)})
+    noted = WrittenDigests({t: TensorDigests(digest, ()) for t, digest in enumerate(digests)})
     if changed := changed_shards(conversion, noted, threads):
         return [f"{name} has other tensors than the one that was converted" for name in changed]
     return _other_samples(conversion, threads)

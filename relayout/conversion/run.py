@@ -10,6 +10,15 @@ from dataclasses import dataclass, field, replace
 
 from relayout.checkpoint.converted import CONVERTED
 from relayout.checkpoint.source import SourceIdentity, identity_of
+from relayout.conversion.copy_plan import (
+    CHUNK_NBYTES,
+    CopyPlan,
+    CopyStep,
+    Target,
+    TensorDigests,
+    WrittenDigests,
+    run_copy_steps,
+)
 from relayout.conversion.hashing import SourceHashing
 from relayout.conversion.layout import Conversion, check_planned
 from relayout.conversion.resume import (
@@ -23,15 +32,14 @@ from relayout.conversion.resume import (
     parse_notes,
 )
 from relayout.conversion.sidecar import HeaderWriter, other_names, output_modes, write_sidecar
-from relayout.conversion.steps import CHUNK_NBYTES, CopyPlan, Step, Target, TensorDigests, Written, run_steps
 from relayout.core.arguments import at_least_one, folder_text, size
-from relayout.core.digests import OrderedDigests, new_proof
+from relayout.core.digests import OrderedDigests, new_blake3
 from relayout.core.extents import BLOCK, Extent, align_down
 from relayout.core.workers import Stop
 from relayout.errors import PlanError, shown
 from relayout.format.index import DIGESTED_NBYTES, chunks_over
 from relayout.format.source_record import FileDigest
-from relayout.publish.output import Output, Work
+from relayout.publish.output import Output, OutputSpec
 from relayout.publish.publishers import Destination, StoreDestination
 from relayout.reporting import Progress, Result, reporting
 from relayout.storage.reading import READ_NBYTES as REHASH_NBYTES
@@ -125,11 +133,13 @@ def carry_out(
     to.check(conversion.source.root)
     identity = identity_of(conversion.source)
     fingerprint = fingerprint_of(conversion, identity.content)
-    work = work_of(conversion, fingerprint, scratch=scratch, is_resumable=resumable)
+    work = output_spec_of(conversion, fingerprint, scratch=scratch, is_resumable=resumable)
     what = "converting" if resumable else "saving"
     hashing = SourceHashing(conversion, num_readers_of(threads, chunk_nbytes))
     with to.begin(work) as output, hashing:
-        making = _Making(conversion.marked(output.mark), output, identity, threads, chunk_nbytes, what, progress)
+        making = _UnitMaker(
+            conversion.with_suffix(output.suffix), output, identity, threads, chunk_nbytes, what, progress
+        )
         making.make_units(fingerprint, hashing.check)
         verified = hashing.finish(making.tensors)
         write_sidecar(output, making.conversion, making.written, making.headers.files, verified)
@@ -137,19 +147,19 @@ def carry_out(
     return replace(summary_of(conversion, work, making.resumed_nbytes, time.monotonic() - started), verified=verified)
 
 
-def work_of(
+def output_spec_of(
     conversion: Conversion,
     fingerprint: Fingerprint,
     *,
     scratch: str | os.PathLike[str] | None = None,
     is_resumable: bool = True,
-) -> Work:
+) -> OutputSpec:
     """Return the description of a conversion for its output.
 
     Args:
         fingerprint: of the source's content, equal on all machines.
     """
-    return Work(
+    return OutputSpec(
         what=f"a conversion of {conversion.source.root} at TP {conversion.plan.num_ranks}",
         fingerprint=f"{fingerprint.source[:16]}{fingerprint.options[:16]}",
         weights=[file.name for file in conversion.layout.files],
@@ -189,7 +199,7 @@ def differences(conversion: Conversion, *, threads: int, memory: int | str) -> l
     return differences_from_conversion(conversion, num_readers_of(*share_memory(threads, memory, conversion.output)))
 
 
-def summary_of(conversion: Conversion, work: Work, resumed_nbytes: int, seconds: float) -> Summary:
+def summary_of(conversion: Conversion, work: OutputSpec, resumed_nbytes: int, seconds: float) -> Summary:
     """Return the summary of a conversion that was published as `work`, without looking at the source again."""
     source, layout = conversion.source, conversion.layout
     return Summary(
@@ -224,7 +234,7 @@ class FileSink:
         self._output = output
         self._layout = conversion.layout
         self._files = OpenFiles(self._open_file, num_descriptors=2)
-        self._ordered = OrderedDigests(stop, new_proof)
+        self._ordered = OrderedDigests(stop, new_blake3)
         self._chunks = {index: [b""] * self._layout.files[index].num_chunks for index in hashed}
         """The digests of the chunks of each file; empty bytes for those not yet known."""
 
@@ -263,8 +273,8 @@ def run_unit(
     *,
     threads: int = DEFAULT_THREADS,
     on_progress: Callable[[int], None] | None = None,
-    deliver: Callable[[Iterator[Step]], Iterator[Step]] = lambda steps: steps,
-) -> Written:
+    deliver: Callable[[Iterator[CopyStep]], Iterator[CopyStep]] = lambda steps: steps,
+) -> WrittenDigests:
     """Write the data sections of a unit's files, and return the digests of the written tensors and chunks.
 
     Bytes of other units are neither read nor written. When the call returns, all data is on the drive.
@@ -276,7 +286,7 @@ def run_unit(
     stop = Stop()
     sink = FileSink(output, plan.conversion, plan.conversion.layout.files_of_unit[unit], stop)
     try:
-        tensors = run_steps(
+        tensors = run_copy_steps(
             plan.conversion,
             deliver(plan.steps(unit)),
             sink.put,
@@ -286,7 +296,7 @@ def run_unit(
         )
     finally:
         sink.close()
-    return Written(tensors, sink.chunks())
+    return WrittenDigests(tensors, sink.chunks())
 
 
 def share_memory(threads: int, memory: int | str, output: Store | None = None) -> tuple[int, int]:
@@ -308,7 +318,7 @@ def share_memory(threads: int, memory: int | str, output: Store | None = None) -
 
 
 @dataclass(slots=True)
-class _Making:
+class _UnitMaker:
     """State of one process that writes all files of a conversion."""
 
     conversion: Conversion
@@ -328,9 +338,9 @@ class _Making:
         self.headers = HeaderWriter(self.output, self.conversion)
 
     @property
-    def written(self) -> Written:
+    def written(self) -> WrittenDigests:
         """All tensors and files; complete at the end."""
-        return Written(self.tensors, self.chunks)
+        return WrittenDigests(self.tensors, self.chunks)
 
     def make_units(self, fingerprint: Fingerprint, check: Callable[[], None]) -> None:
         """Write each unfinished unit as a part of the output; call `check` before each unit."""
@@ -363,7 +373,7 @@ class _Making:
                 self.tensors |= done.tensors
                 self.chunks |= done.chunks
 
-    def _kept(self, fingerprint: Fingerprint) -> dict[int, Written]:
+    def _kept(self, fingerprint: Fingerprint) -> dict[int, WrittenDigests]:
         """Return the finished units; none unless the source is proven to be the one that they were converted from."""
         conversion, units = self.conversion, self.conversion.layout.units
         found = {
@@ -374,12 +384,12 @@ class _Making:
         kept = merged(written for _, written in found.values())
         num_readers = num_readers_of(self.threads, self.chunk_nbytes)
         if all(here == self.identity.here for here, _ in found.values()):
-            is_proven = not changed_shards(conversion, kept, num_readers)
+            is_verified = not changed_shards(conversion, kept, num_readers)
         else:
             nbytes = sum(conversion.nbytes_of(units[unit]) for unit in found)
             with reporting(self.progress, "comparing the source", nbytes):
-                is_proven = is_unchanged_since(conversion, kept, num_readers)
-        return {unit: written for unit, (_, written) in found.items()} if is_proven else {}
+                is_verified = is_unchanged_since(conversion, kept, num_readers)
+        return {unit: written for unit, (_, written) in found.items()} if is_verified else {}
 
 
 def make_unit(
@@ -392,7 +402,7 @@ def make_unit(
     *,
     threads: int,
     on_progress: Callable[[int], None],
-) -> Written:
+) -> WrittenDigests:
     """Convert one unit, and keep it as a part of the output.
 
     Args:
@@ -409,7 +419,7 @@ def make_unit(
 
 def read_unit(
     output: Output, conversion: Conversion, fingerprint: Fingerprint, unit: int
-) -> tuple[str, Written] | None:
+) -> tuple[str, WrittenDigests] | None:
     """Return the `SourceIdentity.here` and the digests in a unit's notes; None if the unit is not finished."""
     kept = output.kept(part_name(unit))
     notes = None if kept is None else parse_notes(kept)
@@ -427,13 +437,13 @@ def part_name(unit: int) -> str:
     return f"unit-{unit}"
 
 
-def merged(written: Iterable[Written]) -> Written:
+def merged(written: Iterable[WrittenDigests]) -> WrittenDigests:
     """Return the union of all tensors and files."""
     tensors, chunks = dict[int, TensorDigests](), dict[int, bytes]()
     for one in written:
         tensors |= one.tensors
         chunks |= one.chunks
-    return Written(tensors, chunks)
+    return WrittenDigests(tensors, chunks)
 
 
 def num_readers_of(threads: int, chunk_nbytes: int) -> int:

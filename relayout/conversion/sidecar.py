@@ -15,6 +15,7 @@ from dataclasses import dataclass, replace
 
 from relayout.checkpoint.converted import digests_of_small, read_packed_digests, read_small
 from relayout.checkpoint.source import MAX_INDEX_NBYTES, SourceCheckpoint, SourceFile, SourceTensor, agreed_metadata
+from relayout.conversion.copy_plan import TensorDigests, WrittenDigests
 from relayout.conversion.layout import (
     Conversion,
     HeaderBuilder,
@@ -24,8 +25,7 @@ from relayout.conversion.layout import (
     cut_tensors,
     is_stored,
 )
-from relayout.conversion.steps import TensorDigests, Written
-from relayout.core.digests import EMPTY_DIGEST, Hash, new_proof, pack_digests, proof_hex
+from relayout.core.digests import EMPTY_DIGEST, Hash, blake3_hex, new_blake3, pack_digests
 from relayout.core.extents import Extent, Transfer
 from relayout.core.slices import BITS, WHOLE, Cut, num_bytes
 from relayout.errors import FormatError, readable
@@ -83,12 +83,12 @@ class HeaderWriter:
         self._headers = HeaderBuilder(conversion.source, conversion.cut, conversion.options)
         self._files: dict[int, IndexedFile] = {}
 
-    def write(self, unit: int, written: Written) -> None:
+    def write(self, unit: int, written: WrittenDigests) -> None:
         """Write the headers of a unit's files; `written` must have all tensors and files of the unit."""
         for file, header in self.headers(unit, written):
             self._output.head(file.name, header, file.nbytes)
 
-    def headers(self, unit: int, written: Written) -> Iterator[tuple[RankFile, bytes]]:
+    def headers(self, unit: int, written: WrittenDigests) -> Iterator[tuple[RankFile, bytes]]:
         """Yield each file of a unit and its header, and count the file as complete."""
         layout = self._conversion.layout
         digests = {t: _digests_of(self._conversion, t, written.tensors).slices for t in layout.units[unit]}
@@ -98,7 +98,7 @@ class HeaderWriter:
             header = self._headers.build(file, tensors_digest)
             assert len(header) == file.data_start
             yield file, header
-            proofs = map(proof_hex, (header, written.chunks[index]))
+            proofs = map(blake3_hex, (header, written.chunks[index]))
             indexed = IndexedFile(file.name, file.nbytes, file.data_start, tensors_digest, *proofs)
             self._files[index] = indexed
 
@@ -111,7 +111,7 @@ class HeaderWriter:
 def write_sidecar(
     output: Output,
     conversion: Conversion,
-    written: Written,
+    written: WrittenDigests,
     files: Sequence[IndexedFile],
     verified: Sequence[FileDigest] = (),
 ) -> None:
@@ -150,11 +150,11 @@ def write_sidecar(
         expert_parallel=options.expert_parallel,
         alignment=options.alignment,
         dcp=options.dcp,
-        record_digest=proof_hex(stored_record),
-        source_digests_digest=proof_hex(packed[-1]),
+        record_digest=blake3_hex(stored_record),
+        source_digests_digest=blake3_hex(packed[-1]),
         num_source_tensors=len(source.tensors),
         source_nbytes=source.nbytes,
-        hub_index_digest=proof_hex(hub_index),
+        hub_index_digest=blake3_hex(hub_index),
         chunk_nbytes=DIGESTED_NBYTES,
         files=tuple(files),
         ranks=tuple(map(holders.get, range(num_ranks))),
@@ -209,7 +209,7 @@ def _holder(conversion: Conversion, holder: int, digests: Sequence[TensorDigests
     """Return a holder's manifest entry, its table, and the packed digests of its tensors."""
     layout, cut, num_ranks = conversion.layout, conversion.cut, conversion.plan.num_ranks
     if conversion.has_whole and holder < num_ranks:
-        numbers, rows = _rows_beside_whole(conversion, holder)
+        numbers, rows = _rows_next_to_whole(conversion, holder)
         placed = place([row.reads for row in rows], [cut[row.tensor].rank_nbytes(holder) for row in rows])
         arena_nbytes, reads, arena_offsets = placed.nbytes, placed.reads, placed.offsets
     else:
@@ -227,8 +227,8 @@ def _holder(conversion: Conversion, holder: int, digests: Sequence[TensorDigests
     packed = pack_digests(digests[row.tensor].slices[cut[row.tensor].cut.which[holder]] for row in rows)
     entry = RankEntry(
         table=_table_name(conversion, holder),
-        table_digest=proof_hex(table),
-        digests_digest=proof_hex(packed),
+        table_digest=blake3_hex(table),
+        digests_digest=blake3_hex(packed),
         num_tensors=len(rows),
         nbytes=sum(read.transfer.total_nbytes for read in reads),
         files=numbers,
@@ -238,7 +238,7 @@ def _holder(conversion: Conversion, holder: int, digests: Sequence[TensorDigests
     return entry, table, packed
 
 
-def _rows_beside_whole(conversion: Conversion, rank: int) -> tuple[tuple[int, ...], list[_Row]]:
+def _rows_next_to_whole(conversion: Conversion, rank: int) -> tuple[tuple[int, ...], list[_Row]]:
     """Return the numbers of the files that a rank reads, and its tensors, in its own files or in whole tensors."""
     layout, cut, num_ranks = conversion.layout, conversion.cut, conversion.plan.num_ranks
     own = layout.holders[rank]
@@ -484,7 +484,7 @@ def copy_side_file(
     differs = FormatError("differs from the file that was copied", path=source.location(name), code="digest")
     if expected is not None and expected.nbytes != status.nbytes:
         raise differs
-    mode, digest = status.mode if expected is None else expected.mode, new_proof()
+    mode, digest = status.mode if expected is None else expected.mode, new_blake3()
     output.put(prefix + name, _pieces(source, name, status.version, digest), mode)
     copied = SideFile(name, status.nbytes, digest.hexdigest(), mode)
     if expected is not None and copied.digest != expected.digest:
@@ -494,7 +494,7 @@ def copy_side_file(
 
 def read_side_file(folder: Store, name: str) -> SideFile:
     """Return length, BLAKE3 digest and permission bits of a file."""
-    status, digest = _status(folder, name), new_proof()
+    status, digest = _status(folder, name), new_blake3()
     if not status.version:
         raise unversioned(folder.location(name))
     for _ in _pieces(folder, name, status.version, digest):

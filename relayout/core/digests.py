@@ -12,19 +12,19 @@ from blake3 import blake3
 from relayout.core.extents import Extent
 from relayout.core.workers import Stop, Stopped
 
-DIGEST_NBYTES = 16
+XXH3_NBYTES = 16
 """Bytes of an XXH3-128 in its binary form, the canonical big-endian one."""
 
 EMPTY_DIGEST = xxhash.xxh3_128_hexdigest(b"")
 """Digest of zero bytes."""
 
 
-def digest_hex(blob: bytes | memoryview) -> str:
+def xxh3_hex(blob: bytes | memoryview) -> str:
     """Return the XXH3-128 of the bytes, as 32 hex digits."""
     return xxhash.xxh3_128_hexdigest(blob)
 
 
-UNKNOWN_DIGEST = "0" * (2 * DIGEST_NBYTES)
+UNKNOWN_DIGEST = "0" * (2 * XXH3_NBYTES)
 """Placeholder for an unknown digest."""
 
 
@@ -35,7 +35,7 @@ def pack_digests(digests: Iterable[str | None]) -> bytes:
 
 def unpack_digests(packed: bytes) -> list[str]:
     """Return the digests that `pack_digests` joined, in hex."""
-    joined, length = packed.hex(), 2 * DIGEST_NBYTES
+    joined, length = packed.hex(), 2 * XXH3_NBYTES
     return [joined[at : at + length] for at in range(0, len(joined), length)]
 
 
@@ -49,17 +49,17 @@ class Hash(Protocol):
         """Return the digest of all bytes so far."""
 
 
-new_digest: Callable[[], Hash] = xxhash.xxh3_128
+new_xxh3: Callable[[], Hash] = xxhash.xxh3_128
 """Constructor of a running XXH3-128."""
 
-PROOF_NBYTES = 32
+BLAKE3_NBYTES = 32
 """Bytes of a BLAKE3 in its binary form."""
 
-new_proof: Callable[[], Hash] = blake3
+new_blake3: Callable[[], Hash] = blake3
 """Constructor of a running BLAKE3."""
 
 
-def proof_hex(blob: bytes | bytearray | memoryview) -> str:
+def blake3_hex(blob: bytes | bytearray | memoryview) -> str:
     """Return the BLAKE3 of the bytes, as 64 hex digits. It is cryptographic: a trusted digest proves the bytes."""
     return blake3(blob).hexdigest()
 
@@ -71,7 +71,7 @@ class OrderedDigests:
     Keeps state only for streams that have arrived in part.
     """
 
-    def __init__(self, stop: Stop, new: Callable[[], Hash] = new_digest) -> None:
+    def __init__(self, stop: Stop, new: Callable[[], Hash] = new_xxh3) -> None:
         """Take `stop`, which wakes waiting threads when work is canceled, and `new`, which begins a running hash."""
         self._stop = stop
         self._new = new
@@ -111,7 +111,7 @@ class ExtentDigests:
     Each extent is hashed in byte order by `OrderedDigests`; the same rules apply to threads.
     """
 
-    def __init__(self, extents: Sequence[Extent], stop: Stop, new: Callable[[], Hash] = new_digest) -> None:
+    def __init__(self, extents: Sequence[Extent], stop: Stop, new: Callable[[], Hash] = new_xxh3) -> None:
         """Take extents, which must not overlap, in any order. Empty extents may have any offset."""
         self._order = sorted((n for n, extent in enumerate(extents) if extent.nbytes), key=lambda n: extents[n].offset)
         self._starts = [extents[n].offset for n in self._order]

@@ -19,11 +19,11 @@ from relayout.cache.folder import Cache, cache_of
 from relayout.core.arguments import ranks_text
 from relayout.core.workers import PIPE, QUIET, Child, start_child
 from relayout.errors import PlanError
-from relayout.storage.local.descriptors import HeldLock
+from relayout.storage.local.descriptors import FileLock
 from relayout.storage.stores import find_input, scheme_of
 
 if TYPE_CHECKING:
-    from relayout.cache.conversions import KeptConversion
+    from relayout.cache.conversions import CachedConversion
     from relayout.checkpoint.source import SourceCheckpoint
     from relayout.conversion.layout import Conversion
     from relayout.engines.rank_weights import EngineOptions
@@ -31,7 +31,7 @@ if TYPE_CHECKING:
 
 
 @dataclass(frozen=True, slots=True)
-class Filling:
+class DeferredConversion:
     """A conversion into the cache that starts when the engine has loaded the checkpoint."""
 
     source: str
@@ -39,7 +39,7 @@ class Filling:
     """The arguments of `relayout cache`."""
     cache: Cache
     logger: Logger
-    loading: HeldLock | None
+    load_lock: FileLock | None
     """The shared lock that makes conversions wait for this load. Released with the load, this object, or the process.
     """
 
@@ -49,9 +49,9 @@ class Filling:
         The process converts once no other process of the machine is loading, and ends with this process. The next start
         continues an unfinished conversion.
         """
-        if self.loading is not None:
-            self.loading.close()
-        right: HeldLock | None = None
+        if self.load_lock is not None:
+            self.load_lock.close()
+        right: FileLock | None = None
         try:
             right = self.cache.try_filling()
             if right is None:
@@ -76,7 +76,7 @@ class Filling:
             self.source, self.cache.folder,
         )  # fmt: skip
 
-    def _watch(self, child: Child, right: HeldLock) -> None:
+    def _watch(self, child: Child, right: FileLock) -> None:
         assert child.stderr is not None
         with right:
             words = child.stderr.read().decode(errors="replace").strip()
@@ -89,7 +89,7 @@ class Filling:
 
 
 @dataclass(frozen=True, slots=True)
-class WantedConversion:
+class ConversionRequest:
     """A conversion of a plain checkpoint that an engine would load if a cache had it."""
 
     source: str
@@ -107,9 +107,9 @@ class WantedConversion:
         """True if the checkpoint is on a drive, where the engine loads it as fast as without relayout."""
         return scheme_of(self.source) is None
 
-    def find(self, cache: Cache, logger: Logger) -> KeptConversion | None:
+    def find(self, cache: Cache, logger: Logger) -> CachedConversion | None:
         """Return the conversion; a remote checkpoint is converted now. None: a local one is not in the cache yet."""
-        from relayout.cache.conversions import NotKept, find_conversion, kept_conversion, plan_in
+        from relayout.cache.conversions import NoCachedPlan, cached_conversion, find_conversion, plan_in
 
         def on_miss(conversion: Conversion) -> None:
             who = "" if self.ranks is None else f"the ranks {ranks_text(self.ranks)} of "
@@ -126,24 +126,24 @@ class WantedConversion:
 
         store = find_input(self.source).snapshot()
         if not self.is_local:
-            return kept_conversion(store, self.num_ranks, cache, find_plan, ranks=self.ranks, on_miss=on_miss)
-        with suppress(NotKept):
+            return cached_conversion(store, self.num_ranks, cache, find_plan, ranks=self.ranks, on_miss=on_miss)
+        with suppress(NoCachedPlan):
             return find_conversion(store, self.num_ranks, cache, find_plan, ranks=self.ranks)
         return None
 
-    def filling(self, cache: Cache, logger: Logger) -> Filling:
+    def deferred(self, cache: Cache, logger: Logger) -> DeferredConversion:
         """Return the background conversion to start after the load."""
         folder, model = (str(Path(path).absolute()) for path in (cache.folder, self.source))
         arguments = ["add", model, "--tp", str(self.num_ranks), "--folder", folder, "--background"]
         arguments += ["--expert-parallel"] if self.expert_parallel else []
         arguments += ["--ranks", ranks_text(self.ranks)] if self.ranks is not None else []
         arguments += ["--observe", self.observe] if self.observe is not None else []
-        return Filling(self.source, tuple(arguments), cache, logger, cache.loading())
+        return DeferredConversion(self.source, tuple(arguments), cache, logger, cache.register_load())
 
 
 def first_start(
-    wanted: WantedConversion, options: EngineOptions, otherwise: str, logger: Logger
-) -> KeptConversion | Filling | None:
+    wanted: ConversionRequest, options: EngineOptions, otherwise: str, logger: Logger
+) -> CachedConversion | DeferredConversion | None:
     """Return a plain checkpoint's conversion in the cache, or the conversion to start after the engine's load.
 
     A start that would succeed without relayout must not fail with it: an error of cache, plan or source is logged, and
@@ -171,7 +171,7 @@ def first_start(
         logger.info("relayout: %s is read whole by one rank: %s", source, otherwise)
         return None
     try:
-        return wanted.find(cache, logger) or wanted.filling(cache, logger)
+        return wanted.find(cache, logger) or wanted.deferred(cache, logger)
     except Exception as error:
         logger.warning("relayout: %s cannot be kept in the cache %s: %s: %s", source, cache.folder, error, otherwise)
         return None

@@ -18,7 +18,7 @@ from weakref import WeakKeyDictionary
 from relayout.checkpoint.converted import check_lengths, check_present, find_manifest, read_record
 from relayout.checkpoint.folder import explain_missing, refuse_incomplete
 from relayout.checkpoint.trust import TrustedStore, policy_of, trusted
-from relayout.engines.first_start import Filling, WantedConversion, first_start
+from relayout.engines.first_start import ConversionRequest, DeferredConversion, first_start
 from relayout.engines.rank_weights import Delivery, EngineOptions, RankWeights
 from relayout.errors import PlanError
 from relayout.format.index import rank_file_name
@@ -27,15 +27,15 @@ from relayout.storage.stores import Kind, Store, find_input, scheme_of
 if TYPE_CHECKING:
     import torch
 
-    from relayout.cache.conversions import KeptConversion
+    from relayout.cache.conversions import CachedConversion
     from relayout.checkpoint.delta import Paths
-    from relayout.engines.unwritten import Marks
+    from relayout.engines.unwritten import Sentinels
     from relayout.format.index import Manifest
     from relayout.loader.group.collectives import Group
 
 Shapes: TypeAlias = dict[str, tuple[int, ...]]
 """The shape of each whole tensor of a model, by its name."""
-Known = TypeVar("Known")
+Entry = TypeVar("Entry")
 
 _REPOSITORY = re.compile(r"[\w-][\w.-]*/[\w.-]+", re.ASCII)
 _OF_ANOTHER_RANK = rank_file_name(1, 0)
@@ -43,7 +43,7 @@ _OF_ANOTHER_RANK = rank_file_name(1, 0)
 
 
 @dataclass(frozen=True)
-class WeightsPlace:
+class WeightsLocation:
     """The location of an engine's weights. It is inspected once, on first use, and verified if there is a policy.
 
     Each load creates a place, and passes it to all functions that decide about the load.
@@ -51,7 +51,7 @@ class WeightsPlace:
 
     source: str
     """A folder or URL; see `source_url`."""
-    is_asked_for: bool = True
+    is_explicit: bool = True
     """True if the user has selected relayout as the engine's loader."""
 
     @cached_property
@@ -64,7 +64,7 @@ class WeightsPlace:
             FormatError, PlanError, OSError: as `find_folder`, `check_policy`.
         """
         if policy_of(None) is None:
-            return self.is_asked_for or (Path(self.source).is_dir() and self.manifest is not None)
+            return self.is_explicit or (Path(self.source).is_dir() and self.manifest is not None)
         self.check_policy()
         return True
 
@@ -76,7 +76,7 @@ class WeightsPlace:
         """
         if policy_of(None) is not None:
             if scheme_of(self.source) == "hf":
-                refuse_unproven(self.source, "is on the hub, where the engine finds it by itself")
+                refuse_unverified(self.source, "is on the hub, where the engine finds it by itself")
             assert self.manifest is not None  # Only a converted folder can be signed.
 
     @property
@@ -157,7 +157,7 @@ def _look_at(path: str, engine: str) -> _Content:
         store = trusted(find_input(path), None)
         manifest = find_manifest(store)
         if isinstance(store, TrustedStore):
-            store.prove_side_files()  # The engine reads them itself.
+            store.verify_side_files()  # The engine reads them itself.
         if manifest is not None:
             return _Content(store, manifest)
         reason = None if store.kind() is Kind.FOLDER else explain_missing(store)
@@ -220,7 +220,7 @@ def check_same_model(had: Shapes | None, path: str, new: Shapes | None) -> None:
         raise PlanError(what, path=path, tensor=differing[0], code="mismatch")
 
 
-def refuse_unproven(path: str | None, what: str) -> None:
+def refuse_unverified(path: str | None, what: str) -> None:
     """Raise PlanError if there is a policy: the engine would load these weights itself, without verification.
 
     Raises:
@@ -243,7 +243,7 @@ class Weights:
     is_from_cache: bool = False
     """True if the weights are a conversion of a checkpoint that the engine's own loader can also read."""
 
-    def after(self, error: Exception, source: str) -> Stock:
+    def after(self, error: Exception, source: str) -> BuiltinLoad:
         """Return the engine's own load, to replace a load from the cache that failed.
 
         Raises:
@@ -253,24 +253,24 @@ class Weights:
             raise error
         what = "relayout: cannot load from the cache: %s: %s loads %s itself"
         self.engine.logger.warning(what, error, self.engine.name, source)
-        return Stock(f"the cache has failed: {error}")
+        return BuiltinLoad(f"the cache has failed: {error}")
 
 
 @dataclass(frozen=True, slots=True)
-class Stock:
+class BuiltinLoad:
     """A load by the engine's own loader, with no checks after it."""
 
     why: str
-    filling: Filling | None = None
+    deferred: DeferredConversion | None = None
     """A conversion into the cache, for the next start."""
 
     def has_loaded(self) -> None:
         """Start the conversion that waits for the end of the load."""
-        if self.filling is not None:
-            self.filling.start()
+        if self.deferred is not None:
+            self.deferred.start()
 
 
-Load: TypeAlias = Weights | Stock
+Load: TypeAlias = Weights | BuiltinLoad
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -368,41 +368,45 @@ class EngineRank:
         )
 
 
-def open_load(place: WeightsPlace, options: EngineOptions, engine: EngineRank) -> Load:
+def open_load(location: WeightsLocation, options: EngineOptions, engine: EngineRank) -> Load:
     """Decide how a model is loaded from a place. None of its tensors is read yet.
 
     Raises:
-        FormatError, PlanError, OSError: as `WeightsPlace.is_ours`; or as `EngineRank.check`, `first_start`.
+        FormatError, PlanError, OSError: as `WeightsLocation.is_ours`; or as `EngineRank.check`, `first_start`.
     """
-    if not place.is_ours:
-        return Stock("it was not converted")
-    if place.manifest is not None:
-        return Weights(open_converted(place, None, options, engine).deliver(), engine)
+    if not location.is_ours:
+        return BuiltinLoad("it was not converted")
+    if location.manifest is not None:
+        return Weights(open_converted(location, None, options, engine).deliver(), engine)
     if engine.places_all_experts and not engine.is_draft:
         # A plain checkpoint stores whole experts like a conversion for one rank.
-        return Weights(engine.weights(place.source, options).deliver(), engine, place.has_engines_loader)
-    kept = _first_start(place, options, engine)
-    if kept is not None and not isinstance(kept, Filling):  # Converted as this engine cuts and places tensors.
-        return Weights(engine.weights(str(kept), options, store=kept).deliver(), engine, place.has_engines_loader)
-    if place.has_engines_loader:
-        return Stock("it is not in a cache", kept)
-    return Weights(engine.weights(place.source, options).deliver(), engine)
+        return Weights(engine.weights(location.source, options).deliver(), engine, location.has_engines_loader)
+    kept = _first_start(location, options, engine)
+    if kept is not None and not isinstance(
+        kept, DeferredConversion
+    ):  # Converted as this engine cuts and places tensors.
+        return Weights(engine.weights(str(kept), options, store=kept).deliver(), engine, location.has_engines_loader)
+    if location.has_engines_loader:
+        return BuiltinLoad("it is not in a cache", kept)
+    return Weights(engine.weights(location.source, options).deliver(), engine)
 
 
-def _first_start(place: WeightsPlace, options: EngineOptions, engine: EngineRank) -> KeptConversion | Filling | None:
+def _first_start(
+    location: WeightsLocation, options: EngineOptions, engine: EngineRank
+) -> CachedConversion | DeferredConversion | None:
     """Convert a model into the cache, see `first_start`. Draft models are not converted."""
-    otherwise = place.otherwise(engine.name)
+    otherwise = location.otherwise(engine.name)
     if engine.is_draft:
-        engine.logger.info("relayout: the draft model %s was not converted: %s", place.source, otherwise)
+        engine.logger.info("relayout: the draft model %s was not converted: %s", location.source, otherwise)
     if engine.is_draft:
         return None
     owned, local = engine.owns_experts, engine.local_ranks
-    wanted = WantedConversion(place.source, engine.num_ranks, owned, local, engine.observe)
+    wanted = ConversionRequest(location.source, engine.num_ranks, owned, local, engine.observe)
     return first_start(wanted, options, otherwise, engine.logger)
 
 
 def open_converted(
-    place: WeightsPlace, deltas: Paths | None, options: EngineOptions, engine: EngineRank
+    location: WeightsLocation, deltas: Paths | None, options: EngineOptions, engine: EngineRank
 ) -> RankWeights:
     """Open the weights of a converted folder, with deltas applied.
 
@@ -412,7 +416,7 @@ def open_converted(
     Raises:
         FormatError, PlanError, OSError: as `open_load`; or the folder was not converted.
     """
-    manifest, path = place.manifest, place.source
+    manifest, path = location.manifest, location.source
     if manifest is None:
         what = "was not converted: the weights of a live engine change from one converted folder to another"
         raise PlanError(what, path=path, code="unsupported")
@@ -425,10 +429,10 @@ class EngineModel:
     """A model of an engine, from its creation on, with the state of its load."""
 
     options: EngineOptions
-    place: WeightsPlace | None
+    location: WeightsLocation | None
     """The source of the load that is about to begin; None: it has ended, and the next load determines its source anew.
     """
-    marks: Marks | None = None
+    sentinels: Sentinels | None = None
     """Marks in memory that was not checked yet."""
     load: Load | None = None
     """The load that has begun."""
@@ -440,7 +444,7 @@ class EngineModel:
     """Tensors of the load that is about to begin that are in the model's memory already."""
 
 
-class ByModel(Generic[Known]):
+class ByModel(Generic[Entry]):
     """Values that belong to the models of an engine, and live as long as these.
 
     Engines pass no state between creating a model, loading it and updating it: each is a separate call of a separate
@@ -449,9 +453,9 @@ class ByModel(Generic[Known]):
     """
 
     def __init__(self) -> None:
-        self._values: WeakKeyDictionary[Any, Known] = WeakKeyDictionary()
+        self._values: WeakKeyDictionary[Any, Entry] = WeakKeyDictionary()
 
-    def remember(self, value: Known, *keys: object) -> None:
+    def remember(self, value: Entry, *keys: object) -> None:
         """Keep a value by objects of the engine. Objects that cannot be keys are left out."""
         for key in keys:
             with suppress(TypeError):  # Instances of a class that compares by value: not an error.
@@ -462,7 +466,7 @@ class ByModel(Generic[Known]):
         with suppress(TypeError):
             self._values.pop(key, None)
 
-    def of(self, key: object) -> Known | None:
+    def of(self, key: object) -> Entry | None:
         """Return the value of an object, or None."""
         try:
             return self._values.get(key)

@@ -33,7 +33,7 @@ if TYPE_CHECKING:
     from relayout.core.slices import Range, Slice
     from relayout.loader.backends.base import Options
     from relayout.loader.group.collectives import Group
-    from relayout.loader.sources.checkpoint import Asked
+    from relayout.loader.sources.checkpoint import LoadRequest
     from relayout.loader.sources.rank import RankSource, TensorColumns
     from relayout.loader.view import CheckpointView
     from relayout.storage.stores import Store
@@ -180,7 +180,7 @@ class RankWeights:
     @cached_property
     def opened(self) -> OpenedRank:
         """The checkpoint, opened once."""
-        source = self._asked().source()
+        source = self._request().source()
         contents = source.contents()
         is_placed = self.is_placed or (lambda name: False)
         rows = [row for row, name in enumerate(contents.names) if not (self.is_skipped(name) or is_placed(name))]
@@ -200,12 +200,12 @@ class RankWeights:
         """Return the options for reading the slices."""
         from relayout.loader.stream import least_memory
 
-        asked = replace(self._asked(), progress=self.progress)
-        if asked.memory is None and self.deltas is not None:
-            asked = replace(asked, memory=max(_UPDATE_NBYTES, least_memory(self.opened.contents)))
+        request = replace(self._request(), progress=self.progress)
+        if request.memory is None and self.deltas is not None:
+            request = replace(request, memory=max(_UPDATE_NBYTES, least_memory(self.opened.contents)))
         if self.lazy:  # The chosen backend may be for another device than the CPU.
-            asked = replace(asked, device="cpu", backend="auto")
-        return asked.options()
+            request = replace(request, device="cpu", backend="auto")
+        return request.options()
 
     @cached_property
     def placed(self) -> TensorColumns:
@@ -214,15 +214,15 @@ class RankWeights:
 
         if self.is_placed is None:
             return TensorColumns((), (), ())
-        contents = self._asked(rank=0, tp=1).source().contents()
+        contents = self._request(rank=0, tp=1).source().contents()
         rows = [row for row, name in enumerate(contents.names) if self.is_placed(name) and not self.is_skipped(name)]
         return replace(contents, source_shapes=contents.shapes).rows(rows)
 
-    def _asked(self, **others: Any) -> Asked:
+    def _request(self, **others: Any) -> LoadRequest:
         """Return the request to the loader."""
-        from relayout.loader.sources.checkpoint import Asked
+        from relayout.loader.sources.checkpoint import LoadRequest
 
-        asked = Asked(
+        request = LoadRequest(
             path=self.store or self.path,
             rank=self.rank,
             device=self.device,
@@ -234,7 +234,7 @@ class RankWeights:
             cache=self.options.cache,
             deltas=self.deltas or (),
         )
-        return replace(asked, **others)
+        return replace(request, **others)
 
     def without_values(self) -> Iterator[tuple[str, torch.Tensor]]:
         """Yield tensors like the slices to read, without reading values: large ones take no physical memory."""
@@ -251,10 +251,10 @@ class RankWeights:
 
     def stream(self) -> Iterator[tuple[str, torch.Tensor]]:
         """Return an iterator over the slices, in file order, as this process reads them."""
-        from relayout.loader.sources.checkpoint import doubting
+        from relayout.loader.sources.checkpoint import invalidating
         from relayout.loader.stream import stream
 
-        return doubting(stream(self.opened.contents, self.stream_options()), self.opened.source)
+        return invalidating(stream(self.opened.contents, self.stream_options()), self.opened.source)
 
     def deliver(self, held: Iterable[tuple[str, torch.Tensor]] | None = None) -> Delivery:
         """Begin a load. `held`: the slices, if they were read before."""
@@ -474,12 +474,12 @@ class Delivery:
         self, placed: TensorColumns, names: Collection[str], given: Collection[str]
     ) -> Iterator[tuple[str, torch.Tensor]]:
         """Yield the placed tensors in `names`, read; then all other placed tensors except `given`, unread."""
-        from relayout.loader.sources.checkpoint import doubting
+        from relayout.loader.sources.checkpoint import invalidating
         from relayout.loader.stream import stream
 
         rows = [row for row, name in enumerate(placed.names) if name in names]
         tensors = stream(placed.rows(rows), self.weights.stream_options()) if rows else iter(())
-        for name, tensor in doubting(tensors, self.weights.opened.source):
+        for name, tensor in invalidating(tensors, self.weights.opened.source):
             self._num_tensors += 1
             self._nbytes += tensor.nbytes
             yield name, tensor

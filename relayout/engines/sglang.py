@@ -21,12 +21,12 @@ from relayout.checkpoint.converted import find_manifest
 from relayout.checkpoint.trust import policy_of
 from relayout.engines.load import (
     MODELS,
+    BuiltinLoad,
     EngineModel,
-    Stock,
     Weights,
-    WeightsPlace,
+    WeightsLocation,
     open_load,
-    refuse_unproven,
+    refuse_unverified,
     shows_progress,
     source_url,
 )
@@ -60,7 +60,7 @@ class _ExtraConfig(dict[str, Any]):
     """
 
     options: EngineOptions = EngineOptions()
-    is_asked_for: bool = False
+    is_explicit: bool = False
     """True if the format was `relayout`."""
 
     @staticmethod
@@ -134,13 +134,13 @@ def verify(hooks: Callable[[], Sequence[Hook]], original: Callable[[Any], None],
     if extra.options.source is not None:
         raise PlanError(f"{where}: source: only for vLLM", code="option")
     if str(config.load_format).lower() == FORMAT:
-        extra.is_asked_for, config.load_format = True, "auto"
+        extra.is_explicit, config.load_format = True, "auto"
     config.model_loader_extra_config = extra
     original(config)
     try:
         _hook_loader(hooks)
     except Exception as error:
-        if extra.is_asked_for or policy_of(None) is not None:
+        if extra.is_explicit or policy_of(None) is not None:
             raise
         LOGGER.error("relayout: this SGLang does not recognize converted folders and would load them wrong: %r", error)
 
@@ -159,11 +159,11 @@ def load_hooks() -> list[Hook]:
     """Return the hooks of a start."""
     from sglang.srt.model_loader import loader
 
-    stock = loader.DefaultModelLoader
+    builtin = loader.DefaultModelLoader
     hooks = [
-        Hook(stock, "_get_weights_iterator", ("self", "source"), weights_iterator),
-        Hook(stock, "_prepare_weights", ("self", "model_name_or_path"), prepare_weights),
-        Hook(stock, "load_weights_only", ("model", "weights"), load_weights),
+        Hook(builtin, "_get_weights_iterator", ("self", "source"), weights_iterator),
+        Hook(builtin, "_prepare_weights", ("self", "model_name_or_path"), prepare_weights),
+        Hook(builtin, "load_weights_only", ("model", "weights"), load_weights),
         Hook(loader, "_initialize_model", ("model_config", "load_config"), make_model),
     ]
     if policy_of(None) is not None:
@@ -180,7 +180,7 @@ def choose_loader(original: Callable[..., Any], load_config: Any, model_config: 
     )
     if not is_read_here or getattr(model_config, "modelopt_quant", None):
         load_format = getattr(load_config.load_format, "value", load_config.load_format)
-        refuse_unproven(None, f"--load-format {load_format} ({type(loader).__name__}) is not loaded by relayout")
+        refuse_unverified(None, f"--load-format {load_format} ({type(loader).__name__}) is not loaded by relayout")
     return loader
 
 
@@ -188,21 +188,25 @@ def weights_iterator(
     original: Callable[..., Iterator[_Named]], loader: Any, source: Any, **settings: Any
 ) -> Iterator[_Named]:
     """Wrap `DefaultModelLoader._get_weights_iterator`: yield relayout's tensors, or SGLang's own."""
-    known = _known_of_source(loader.load_config, source)
-    return deliver(known, None, loader, source, partial(original, loader, source, **settings))
+    model_load = _model_of_source(loader.load_config, source)
+    return deliver(model_load, None, loader, source, partial(original, loader, source, **settings))
 
 
-def _known_of_source(config: Any, source: Any) -> EngineModel:
+def _model_of_source(config: Any, source: Any) -> EngineModel:
     """Return the model that tensors are read for, with the location of its weights; a new one if none is known."""
     url, extra = source_url(str(source.model_or_path), getattr(source, "revision", None)), _ExtraConfig.of(config)
-    known = MODELS.of(source.model_config)
-    if known is not None and known.place is not None and known.place.source == url:
-        return known
-    return EngineModel(extra.options, WeightsPlace(url, extra.is_asked_for))
+    model_load = MODELS.of(source.model_config)
+    if model_load is not None and model_load.location is not None and model_load.location.source == url:
+        return model_load
+    return EngineModel(extra.options, WeightsLocation(url, extra.is_explicit))
 
 
 def deliver(
-    known: EngineModel, weights: RankWeights | None, loader: Any, source: Any, stock: Callable[[], Iterator[_Named]]
+    model_load: EngineModel,
+    weights: RankWeights | None,
+    loader: Any,
+    source: Any,
+    builtin: Callable[[], Iterator[_Named]],
 ) -> Iterator[_Named]:
     """Return the tensors of a load, as SGLang names them.
 
@@ -212,22 +216,28 @@ def deliver(
         loader, source: SGLang's `DefaultModelLoader`, and the source that it reads.
         stock: returns the tensors as SGLang reads them itself.
     """
-    assert known.place is not None
-    if weights is None and not known.place.is_ours:
-        return stock()
+    assert model_load.location is not None
+    if weights is None and not model_load.location.is_ours:
+        return builtin()
     engine = engine_rank(source.model_config, loader.load_config.draft_model_idx)
-    engine = replace(engine, is_skipped=_or_in(engine.is_skipped, known.mapped), progress=shows_progress())
-    opened = open_load(known.place, known.options, engine) if weights is None else Weights(weights.deliver(), engine)
-    known.load = opened
-    return _given(known, loader, source, stock)
+    engine = replace(engine, is_skipped=_or_in(engine.is_skipped, model_load.mapped), progress=shows_progress())
+    opened = (
+        open_load(model_load.location, model_load.options, engine)
+        if weights is None
+        else Weights(weights.deliver(), engine)
+    )
+    model_load.load = opened
+    return _given(model_load, loader, source, builtin)
 
 
 def _or_in(is_skipped: Callable[[str], bool], names: frozenset[str]) -> Callable[[str], bool]:
     return (lambda name: name in names or is_skipped(name)) if names else is_skipped
 
 
-def _given(known: EngineModel, loader: Any, source: Any, stock: Callable[[], Iterator[_Named]]) -> Iterator[_Named]:
-    load, draft_model_idx = known.load, loader.load_config.draft_model_idx
+def _given(
+    model_load: EngineModel, loader: Any, source: Any, builtin: Callable[[], Iterator[_Named]]
+) -> Iterator[_Named]:
+    load, draft_model_idx = model_load.load, loader.load_config.draft_model_idx
     if isinstance(load, Weights):
         try:
             if draft_model_idx is not None:
@@ -236,9 +246,9 @@ def _given(known: EngineModel, loader: Any, source: Any, stock: Callable[[], Ite
                 yield from ((source.prefix + name, tensor) for name, tensor in load.delivery)
             publish(load.delivery.report(), LOGGER)
         except (RelayoutError, OSError) as error:
-            known.load = load = load.after(error, str(source.model_or_path))
-    if isinstance(load, Stock):
-        yield from stock()  # After an error the model is given all tensors again, and overwrites earlier ones.
+            model_load.load = load = load.after(error, str(source.model_or_path))
+    if isinstance(load, BuiltinLoad):
+        yield from builtin()  # After an error the model is given all tensors again, and overwrites earlier ones.
         load.has_loaded()
 
 
@@ -270,34 +280,39 @@ def make_model(original: Callable[..., Any], model_config: Any, load_config: Any
     load_format, extra = load_config.load_format, _ExtraConfig.of(load_config)
     is_default = str(getattr(load_format, "value", load_format)).lower() in _OF_DEFAULT_LOADER
     url = source_url(str(model_config.model_path), getattr(model_config, "revision", None))
-    known = EngineModel(extra.options, WeightsPlace(url, extra.is_asked_for))
-    assert known.place is not None
-    if not known.place.is_ours or not is_default or is_draft(model_config, load_config.draft_model_idx):
+    model_load = EngineModel(extra.options, WeightsLocation(url, extra.is_explicit))
+    assert model_load.location is not None
+    if not model_load.location.is_ours or not is_default or is_draft(model_config, load_config.draft_model_idx):
         model = original(model_config, load_config, *settings, **named)
     else:
-        from relayout.engines.unwritten import Marks
+        from relayout.engines.unwritten import Sentinels
 
-        with Marks() as known.marks, _mapping_tables(known, model_config):
+        with Sentinels() as model_load.sentinels, _mapping_tables(model_load, model_config):
             model = original(model_config, load_config, *settings, **named)
-    MODELS.remember(known, model, model_config)
+    MODELS.remember(model_load, model, model_config)
     return model
 
 
 @contextmanager
-def _mapping_tables(known: EngineModel, model_config: Any) -> Iterator[None]:
+def _mapping_tables(model_load: EngineModel, model_config: Any) -> Iterator[None]:
     """Map n-gram tables that a converted folder has, if SGLang is to keep them in files."""
-    place = known.place
-    assert place is not None
-    if place.manifest is None or known.options.verify or policy_of(None) is not None or not is_in_file(model_config):
+    location = model_load.location
+    assert location is not None
+    if (
+        location.manifest is None
+        or model_load.options.verify
+        or policy_of(None) is not None
+        or not is_in_file(model_config)
+    ):
         yield
         return
     from sglang.srt.models import qwen4_exp
     from sglang.srt.runtime_context import get_parallel
 
-    tables = MappedTables(place.source, *cut_rank(get_parallel()), LOGGER)
+    tables = MappedTables(location.source, *cut_rank(get_parallel()), LOGGER)
     with tables.replacing(qwen4_exp):
         yield
-    known.mapped = frozenset(tables.names)
+    model_load.mapped = frozenset(tables.names)
 
 
 def load_weights(original: Callable[..., None], model: Any, weights: Any, *settings: Any, **named: Any) -> None:
@@ -306,18 +321,18 @@ def load_weights(original: Callable[..., None], model: Any, weights: Any, *setti
     If SGLang has loaded the model itself, unwritten memory is restored to its initial values.
     """
     original(model, weights, *settings, **named)
-    known = MODELS.of(model)
-    if known is None:
+    model_load = MODELS.of(model)
+    if model_load is None:
         return
-    place, load, marks = known.place, known.load, known.marks
-    known.place = known.load = known.marks = None
-    known.mapped = frozenset()
-    if marks is None or place is None:
+    location, load, sentinels = model_load.location, model_load.load, model_load.sentinels
+    model_load.location = model_load.load = model_load.sentinels = None
+    model_load.mapped = frozenset()
+    if sentinels is None or location is None:
         return
-    if not isinstance(load, Stock):
-        _check_written(model, place.source, load)
-        known.shapes = shapes_at(place)
-    marks.give_back(model)
+    if not isinstance(load, BuiltinLoad):
+        _check_written(model, location.source, load)
+        model_load.shapes = shapes_at(location)
+    sentinels.restore(model)
 
 
 def _check_written(model: Any, path: str, load: Weights | None) -> None:

@@ -6,7 +6,7 @@ from collections.abc import Callable
 from logging import getLogger
 from typing import Any
 
-from relayout.engines.load import EngineRank, Shapes, WeightsPlace, this_device
+from relayout.engines.load import EngineRank, Shapes, WeightsLocation, this_device
 from relayout.engines.placing import is_expert, is_of_feed_forward, is_rearranged
 from relayout.engines.rank_weights import of_other_layers, speculative
 
@@ -36,7 +36,7 @@ def engine_rank(model_config: Any, draft_model_idx: int | None = None) -> Engine
         rank=rank,
         num_ranks=num_ranks,
         owns_experts=owns_experts,
-        has_own_block=owns_experts and is_whole_group and not is_rearranged(_expert_places()),
+        has_own_block=owns_experts and is_whole_group and not is_rearranged(_expert_placement()),
         is_placed=is_of_feed_forward if num_ranks != parallel.tp_size else is_expert if owns_experts else None,
         is_draft=of_draft,
         device=this_device(),
@@ -55,18 +55,18 @@ def cut_rank(parallel: Any) -> tuple[int, int]:
     return parallel.attn_tp_rank, parallel.attn_tp_size
 
 
-def _expert_places() -> Any:
+def _expert_placement() -> Any:
     """Return SGLang's own expert location table, which a process creates before it loads weights; None: none."""
     from sglang.srt.eplb.expert_location import get_global_expert_location_metadata
 
     return get_global_expert_location_metadata()
 
 
-def shapes_at(place: WeightsPlace) -> Shapes | None:
+def shapes_at(location: WeightsLocation) -> Shapes | None:
     """Return the shapes of the weights at a place."""
     from sglang.srt.runtime_context import get_parallel
 
-    return place.shapes(*cut_rank(get_parallel()))
+    return location.shapes(*cut_rank(get_parallel()))
 
 
 def of_other_stages(parallel: Any, num_layers: int | None) -> Callable[[str], bool]:

@@ -71,14 +71,14 @@ class MappedTables:
     def _map(self, shape: tuple[int, ...], dtype: torch.dtype, tag: str | None) -> torch.Tensor | None:
         """Return the table of these rows, mapped; None: the folder does not store it as one run, or has two of them."""
         from relayout.loader.rows import open_rows
-        from relayout.loader.sources.checkpoint import Asked
+        from relayout.loader.sources.checkpoint import LoadRequest
 
         rows = _ROWS.fullmatch(tag or "")
         if rows is None:
             return None
         start, end = int(rows[1]), int(rows[2])
         try:
-            source = Asked(path=self._path, rank=self._rank, tp=self._num_ranks).source()
+            source = LoadRequest(path=self._path, rank=self._rank, tp=self._num_ranks).source()
             names = [name for name in source.columns().names if _SHARD.fullmatch(name)]
             found = []
             for pattern in dict.fromkeys(_SHARD.sub(r"\1#\2", name) for name in names):

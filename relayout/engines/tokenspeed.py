@@ -23,13 +23,13 @@ from typing import TYPE_CHECKING, Any
 
 from relayout.checkpoint.trust import policy_of
 from relayout.engines.load import (
+    BuiltinLoad,
     EngineModel,
     EngineRank,
-    Stock,
     Weights,
-    WeightsPlace,
+    WeightsLocation,
     open_load,
-    refuse_unproven,
+    refuse_unverified,
     source_url,
     this_device,
 )
@@ -86,7 +86,7 @@ def choose_loader(original: Callable[[Any], Any], load_config: Any) -> Any:
     """
     loader = original(load_config)
     if type(loader).__name__ != "DefaultModelLoader":
-        refuse_unproven(
+        refuse_unverified(
             None, f"--load-format {_format(load_config)} ({type(loader).__name__}) is not loaded by relayout"
         )
     return loader
@@ -108,33 +108,36 @@ def make_model(
         model_config, load_config: TokenSpeed's.
 
     Raises:
-        FormatError, PlanError, OSError: as `WeightsPlace.is_ours`; an option is wrong; or the model reads weights of a
+        FormatError, PlanError, OSError: as `WeightsLocation.is_ours`; an option is wrong; or the model reads weights of
+        a
             converted folder by itself.
     """
-    known = _known(model_config)
-    assert known.place is not None
-    if _format(load_config) not in _OF_DEFAULT_LOADER or not known.place.is_ours:
+    model_load = _model_load(model_config)
+    assert model_load.location is not None
+    if _format(load_config) not in _OF_DEFAULT_LOADER or not model_load.location.is_ours:
         return original(model_config, load_config)
     if is_draft(model_config):
         model = original(model_config, load_config)
     else:
-        from relayout.engines.unwritten import Marks
+        from relayout.engines.unwritten import Sentinels
 
-        with Marks() as known.marks:
+        with Sentinels() as model_load.sentinels:
             model = original(model_config, load_config)
     if hasattr(model, "bind_checkpoint_dir") or getattr(model, "secondary_weights", None):
-        refuse_unproven(known.place.source, f"has weights of {type(model).__name__} that TokenSpeed reads itself")
-        if known.place.manifest is not None:
+        refuse_unverified(
+            model_load.location.source, f"has weights of {type(model).__name__} that TokenSpeed reads itself"
+        )
+        if model_load.location.manifest is not None:
             what = f"TokenSpeed's {type(model).__name__} reads some of its weights by itself, which it would not find"
-            raise PlanError(f"{what} here: serve the source", path=known.place.source, code="unsupported")
-        if known.marks is not None:
-            known.marks.give_back(model)
+            raise PlanError(f"{what} here: serve the source", path=model_load.location.source, code="unsupported")
+        if model_load.sentinels is not None:
+            model_load.sentinels.restore(model)
         return model
-    model.load_weights = partial(_load_weights, known, model, model.load_weights, model_config, check_scales)
+    model.load_weights = partial(_load_weights, model_load, model, model.load_weights, model_config, check_scales)
     return model
 
 
-def _known(model_config: Any) -> EngineModel:
+def _model_load(model_config: Any) -> EngineModel:
     """Return the location of a model's weights, and the options of its load."""
     text, url = os.environ.get(OPTIONS), source_url(str(model_config.model_path), model_config.revision)
     try:
@@ -148,11 +151,11 @@ def _known(model_config: Any) -> EngineModel:
         raise PlanError(f"{OPTIONS}: live and source: not for TokenSpeed", code="option")
     # With this variable TokenSpeed looks up model ids elsewhere than on the Hugging Face hub.
     is_elsewhere = scheme_of(url) == "hf" and "TOKENSPEED_USE_MODELSCOPE" in os.environ
-    return EngineModel(parsed, WeightsPlace(url, is_asked_for=bool(text) and not is_elsewhere))
+    return EngineModel(parsed, WeightsLocation(url, is_explicit=bool(text) and not is_elsewhere))
 
 
 def _load_weights(
-    known: EngineModel,
+    model_load: EngineModel,
     model: Any,
     original: Callable[[Iterator[_Named]], Any],
     model_config: Any,
@@ -168,27 +171,27 @@ def _load_weights(
     del model.load_weights
     if model.load_weights != original:  # The model had one of its own.
         model.load_weights = original
-    place = known.place
-    assert place is not None
-    load = open_load(place, known.options, engine_rank(model, model_config))
+    location = model_load.location
+    assert location is not None
+    load = open_load(location, model_load.options, engine_rank(model, model_config))
     if isinstance(load, Weights):
         try:
             loaded = original(check_scales(iter(load.delivery)))
             report = load.delivery.report()
-            if known.marks is not None:
+            if model_load.sentinels is not None:
                 from relayout.engines.unwritten import check_written
 
-                check_written(model, place.source, "TokenSpeed", IGNORED)
+                check_written(model, location.source, "TokenSpeed", IGNORED)
             publish(report, _LOGGER)
             if report.unused:
                 _LOGGER.warning("relayout: rank %d: TokenSpeed did not use %s", report.rank, listed(report.unused))
         except Exception as error:
-            load = load.after(error, place.source)
-    if isinstance(load, Stock):
+            load = load.after(error, location.source)
+    if isinstance(load, BuiltinLoad):
         loaded = original(weights)
         load.has_loaded()
-    if known.marks is not None:
-        known.marks.give_back(model)
+    if model_load.sentinels is not None:
+        model_load.sentinels.restore(model)
     return loaded
 
 
@@ -211,7 +214,7 @@ def engine_rank(model: Any, model_config: Any) -> EngineRank:
         rank=attention.tp_rank,
         num_ranks=attention.tp_size,
         owns_experts=owns_experts,
-        has_own_block=is_block and not is_whole and not is_rearranged(_expert_places()),
+        has_own_block=is_block and not is_whole and not is_rearranged(_expert_placement()),
         is_placed=(lambda name: name.endswith(_EMBEDDING) or is_by_use(name)) if is_whole else is_placed,
         is_draft=of_draft,
         device=this_device(),
@@ -245,7 +248,7 @@ def _of_other_stages(mapping: Any, num_layers: int | None) -> Callable[[str], bo
     return of_other_layers(range(*pp_layer_window(num_layers, mapping)), num_layers)
 
 
-def _expert_places() -> Any:
+def _expert_placement() -> Any:
     """Return TokenSpeed's own expert location table, which a process creates before it loads; None: none."""
     from tokenspeed.runtime.moe.expert_location import get_global_expert_location_metadata
 

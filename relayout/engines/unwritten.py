@@ -28,14 +28,14 @@ from relayout.loader.tensors import memory_of
 _WITHOUT_VALUE = {torch.empty, torch.empty_like, torch.empty_strided, torch.Tensor.new_empty}
 _RANDOM = {torch.Tensor.uniform_, torch.Tensor.normal_, init.uniform_, init.normal_, init.kaiming_uniform_}
 """Functions that torch's own layers fill their parameters with."""
-_MARK = 0x7FA57FA57FA57FA5
+_SENTINEL = 0x7FA57FA57FA57FA5
 """A number that is, as a float of 2, 4 or 8 bytes, a NaN that no computation produces."""
 _NUMBERS = {2: torch.int16, 4: torch.int32, 8: torch.int64}
 """The dtypes that marks are compared in: the element width of floats, otherwise 8 bytes, since each byte may be a
 weight."""
 _MAX_FULL_NBYTES = 2**19
 """The most bytes of memory that is full of marks."""
-_NUM_MARKS, _NUM_ENTRY_MARKS = 2**6, 4
+_NUM_SENTINELS, _NUM_ENTRY_SENTINELS = 2**6, 4
 """Marks in larger memory: in all, and in each entry along the first of three dimensions (an expert) if that is more."""
 _GOLDEN = (5**0.5 - 1) / 2
 """The golden section: `n` multiples of it, modulo 1, leave no gap that is larger than 1.9 / `n`."""
@@ -59,7 +59,7 @@ def is_inspecting() -> bool:
     return _is_inspecting.get()
 
 
-class Marks(TorchFunctionMode):
+class Sentinels(TorchFunctionMode):
     """Marks memory that gets no value, and parameters that get random ones, while a model is created within it."""
 
     def __init__(self) -> None:
@@ -71,25 +71,25 @@ class Marks(TorchFunctionMode):
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         result = func(*args, **(kwargs or {}))
         if func in _WITHOUT_VALUE or (func in _RANDOM and isinstance(result, torch.nn.Parameter)):
-            self._mark(result)
+            self._write_sentinels(result)
         return result
 
-    def _mark(self, tensor: torch.Tensor) -> None:
+    def _write_sentinels(self, tensor: torch.Tensor) -> None:
         # Only memory that one tensor has for itself: a view may share memory that has a value.
         if not _has_memory(tensor) or tensor.untyped_storage().nbytes() != tensor.nbytes:
             return
         memory = StorageWeakRef(tensor.untyped_storage())  # type: ignore[no-untyped-call]
-        numbers, positions = _marked(tensor)
+        numbers, positions = _sentinel_positions(tensor)
         if positions is None:
             numbers = numbers[: tensor.nbytes // _unit(tensor) * _unit(tensor) // 2]  # A partial unit is not checked.
             self._replaced[memory.cdata] = memory, None, numbers.clone(), _unit(tensor)
-            numbers.fill_(_MARK >> 48)
+            numbers.fill_(_SENTINEL >> 48)
         else:
             self._replaced[memory.cdata] = memory, positions, numbers[positions], 8
-            numbers.index_fill_(0, positions, _MARK)
+            numbers.index_fill_(0, positions, _SENTINEL)
 
     @inspection()
-    def give_back(self, model: torch.nn.Module) -> None:
+    def restore(self, model: torch.nn.Module) -> None:
         """Restore all unwritten memory to its values before marking: the load is over.
 
         Args:
@@ -104,12 +104,12 @@ class Marks(TorchFunctionMode):
             # None: it was freed.
             storage = torch.UntypedStorage._new_with_weak_ptr(memory.cdata)
             if storage is not None:
-                _give_back(storage, positions, before, max(unit, units.get(key, 2)))
+                _restore(storage, positions, before, max(unit, units.get(key, 2)))
         self._replaced.clear()
 
 
 def check_written(model: torch.nn.Module, path: str, engine: str, exempt: Collection[str] = ()) -> None:
-    """Check that all memory of a model that was created within `Marks` has been written.
+    """Check that all memory of a model that was created within `Sentinels` has been written.
 
     Args:
         path: of the checkpoint, for messages.
@@ -131,9 +131,9 @@ def unwritten(model: torch.nn.Module) -> list[str]:
             samples.setdefault((sample.device, sample.dtype), []).append((name, sample))
     names = []
     for (_, dtype), of_dtype in samples.items():
-        is_mark = torch.cat([sample for _, sample in of_dtype]) == _MARK >> (64 - 8 * dtype.itemsize)
-        if is_mark.any():  # The only wait for a device.
-            parts = is_mark.split_with_sizes([len(sample) for _, sample in of_dtype])
+        is_sentinel = torch.cat([sample for _, sample in of_dtype]) == _SENTINEL >> (64 - 8 * dtype.itemsize)
+        if is_sentinel.any():  # The only wait for a device.
+            parts = is_sentinel.split_with_sizes([len(sample) for _, sample in of_dtype])
             names += [name for (name, _), part in zip(of_dtype, parts, strict=True) if part.any()]
     return names
 
@@ -146,7 +146,7 @@ def _stored(model: torch.nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
                 yield name, buffer
 
 
-def _give_back(storage: torch.UntypedStorage, positions: torch.Tensor | None, before: torch.Tensor, unit: int) -> None:
+def _restore(storage: torch.UntypedStorage, positions: torch.Tensor | None, before: torch.Tensor, unit: int) -> None:
     itemsize = before.itemsize
     if storage.nbytes() < itemsize * len(before):  # It was freed, or made smaller.
         return
@@ -154,16 +154,16 @@ def _give_back(storage: torch.UntypedStorage, positions: torch.Tensor | None, be
     numbers.set_(storage, 0, (storage.nbytes() // itemsize,), (1,))
     if positions is not None:
         now = numbers[positions]
-        numbers.index_copy_(0, positions, torch.where(now == _MARK, before, now))
+        numbers.index_copy_(0, positions, torch.where(now == _SENTINEL, before, now))
         return
     count = 2 * len(before) // unit * unit // 2
     now, before = (part[:count].view(_NUMBERS[unit]) for part in (numbers, before))
-    now.copy_(torch.where(now == _MARK >> (64 - 8 * unit), before, now))
+    now.copy_(torch.where(now == _SENTINEL >> (64 - 8 * unit), before, now))
 
 
 def _sample(tensor: torch.Tensor) -> torch.Tensor:
     """Return a tensor's values at the marked positions of its memory, as integers to compare with a mark."""
-    numbers, positions = _marked(tensor)
+    numbers, positions = _sentinel_positions(tensor)
     if tensor.untyped_storage().nbytes() != tensor.nbytes:  # Marks outside the tensor are not its own.
         memory, base = memory_of(tensor), tensor.untyped_storage().data_ptr()
         start, end = memory.address - base, memory.end - base
@@ -187,7 +187,7 @@ def _has_memory(tensor: torch.Tensor) -> bool:
     return is_plain and tensor.layout == torch.strided and not tensor.is_meta and tensor.nbytes > 0
 
 
-def _marked(tensor: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor | None]:
+def _sentinel_positions(tensor: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor | None]:
     """Return a tensor's whole storage, as integers, and the positions of marks; None: it is full of them.
 
     The integers have 8 bytes, or 2 if the memory is full of marks.
@@ -196,15 +196,15 @@ def _marked(tensor: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor | None]:
     nbytes = storage.nbytes()
     # A parameter's shape may differ from its allocation's. The marks of both are prefixes of one sequence, so the marks
     # of the shorter prefix are found.
-    num_marks = max(_NUM_MARKS, _NUM_ENTRY_MARKS * tensor.shape[0] if tensor.dim() > 2 else 0)
-    is_full = nbytes <= max(_MAX_FULL_NBYTES, 8 * num_marks)
+    num_sentinels = max(_NUM_SENTINELS, _NUM_ENTRY_SENTINELS * tensor.shape[0] if tensor.dim() > 2 else 0)
+    is_full = nbytes <= max(_MAX_FULL_NBYTES, 8 * num_sentinels)
     itemsize = 2 if is_full else 8
     numbers = torch.empty(0, dtype=_NUMBERS[itemsize], device=tensor.device)
     numbers.set_(storage, 0, (nbytes // itemsize,), (1,))
-    return numbers, None if is_full else _positions(num_marks, nbytes // 8, tensor.device)
+    return numbers, None if is_full else _positions(num_sentinels, nbytes // 8, tensor.device)
 
 
 @lru_cache(maxsize=64)  # Layers have the same sizes.
-def _positions(num_marks: int, count: int, device: torch.device) -> torch.Tensor:
+def _positions(num_sentinels: int, count: int, device: torch.device) -> torch.Tensor:
     """Return the indices of marks among `count` numbers: multiples of the golden section, which spread evenly."""
-    return torch.arange(num_marks, dtype=torch.float64).mul_(_GOLDEN).frac_().mul_(count).long().to(device)
+    return torch.arange(num_sentinels, dtype=torch.float64).mul_(_GOLDEN).frac_().mul_(count).long().to(device)

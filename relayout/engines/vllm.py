@@ -18,15 +18,15 @@ from typing import TYPE_CHECKING, Any
 from relayout.checkpoint.trust import policy_of
 from relayout.engines.load import (
     MODELS,
+    BuiltinLoad,
     EngineModel,
     EngineRank,
     Load,
-    Stock,
     Weights,
-    WeightsPlace,
+    WeightsLocation,
     check_same_model,
     open_load,
-    refuse_unproven,
+    refuse_unverified,
     shows_progress,
     source_url,
 )
@@ -67,7 +67,7 @@ def register(methods: type[VllmLoader] | None = None) -> None:
         formats.pop(FORMAT, None)  # A vLLM that has the format calls `plugins.vllm_loader`: the same, with less.
         model_loader.register_model_loader(FORMAT)(loader_class(DefaultModelLoader, methods=methods))
         if formats.get("auto") is DefaultModelLoader:  # Otherwise it is another plugin's.
-            formats["auto"] = loader_class(DefaultModelLoader, is_asked_for=False, methods=methods)
+            formats["auto"] = loader_class(DefaultModelLoader, is_explicit=False, methods=methods)
     if policy_of(None) is not None:
         others = {name: loader for name, loader in formats.items() if getattr(loader, "__module__", None) != __name__}
         formats.update({name: partial(_refused, loader) for name, loader in others.items()})
@@ -75,34 +75,34 @@ def register(methods: type[VllmLoader] | None = None) -> None:
 
 def _refused(loader: type[Any], load_config: Any) -> Any:
     """Create a loader that reads weights in a different way. Raise PlanError if there is a policy."""
-    refuse_unproven(None, f"--load-format {load_config.load_format} is not loaded by relayout")
+    refuse_unverified(None, f"--load-format {load_config.load_format} is not loaded by relayout")
     return loader(load_config)
 
 
 def loader_class(
-    stock: type[Any],
+    builtin: type[Any],
     *,
-    is_asked_for: bool = True,
+    is_explicit: bool = True,
     methods: type[VllmLoader] | None = None,
 ) -> type[Any]:
     """Return the model loader: vLLM's default one, except for the source of the tensors.
 
     Args:
-        is_asked_for: False: only converted folders are loaded by it.
+        is_explicit: False: only converted folders are loaded by it.
         methods: a subclass of `VllmLoader`, such as the one for live models that change. None: `VllmLoader`.
     """
     needed = ("create_model", "load_weights", "get_all_weights", "_get_weights_iterator", "download_model", "register")
-    missing = [name for name in needed if not hasattr(stock, name)]
+    missing = [name for name in needed if not hasattr(builtin, name)]
     if missing:
-        raise TypeError(f"{stock.__module__}.{stock.__name__} has no {', '.join(missing)}")
+        raise TypeError(f"{builtin.__module__}.{builtin.__name__} has no {', '.join(missing)}")
     from vllm.model_executor.model_loader.base_loader import BaseModelLoader
 
-    setup = _Setup(stock, BaseModelLoader, is_asked_for)
+    setup = _Setup(builtin, BaseModelLoader, is_explicit)
     # vLLM takes only loaders that are derived from its base, which calls the methods of this one.
     bases = (methods or VllmLoader, BaseModelLoader)
     loader = type("RelayoutModelLoader", bases, {"__module__": __name__, "setup": setup})
     # Workers of trainers (prime-rl) check that it is vLLM's default loader before they call `_get_weights_iterator`.
-    stock.register(loader)
+    builtin.register(loader)
     return loader
 
 
@@ -110,11 +110,11 @@ def loader_class(
 class _Setup:
     """Settings that all loaders of a class share."""
 
-    stock: type[Any]
+    builtin: type[Any]
     """vLLM's `DefaultModelLoader`."""
     base: type[Any]
     """vLLM's `BaseModelLoader`."""
-    is_asked_for: bool
+    is_explicit: bool
 
 
 class VllmLoader:
@@ -127,7 +127,7 @@ class VllmLoader:
         options = dict(load_config.model_loader_extra_config or {})
         known = {field.name for field in fields(EngineOptions)}
         # An option unknown to both loaders is rejected by the one the user selected.
-        names = set(_OPTIONS) if self.setup.is_asked_for else options.keys() - known
+        names = set(_OPTIONS) if self.setup.is_explicit else options.keys() - known
         of_vllm = {name: options.pop(name) for name in list(options) if name in names}
         self._option_names = tuple(options)
         self._options = EngineOptions.parse(options, "--model-loader-extra-config")
@@ -137,44 +137,44 @@ class VllmLoader:
         # vLLM's own loader rejects unknown options, and may still have to load a draft model.
         own_config = replace(load_config, load_format="auto", model_loader_extra_config=of_vllm)
         self.setup.base.__init__(self, own_config)
-        self._stock = self._make_stock()
+        self._stock = self._make_builtin()
         self.load: Load | None = None
         """The most recent load."""
 
-    def _make_stock(self) -> Any:
-        return self.setup.stock(self.load_config)
+    def _make_builtin(self) -> Any:
+        return self.setup.builtin(self.load_config)
 
     def source_of(self, model_config: Any) -> str:
         """Return the folder or URL of a model's weights."""
         own = source_url(_path(model_config), getattr(model_config, "revision", None))
         return own if _is_draft(model_config) or self._options.source is None else self._options.source
 
-    def _place(self, model_config: Any) -> WeightsPlace:
+    def _location(self, model_config: Any) -> WeightsLocation:
         """Return the location of a model's weights."""
-        place = WeightsPlace(self.source_of(model_config), self.setup.is_asked_for)
-        if self._option_names and not place.is_ours:
+        location = WeightsLocation(self.source_of(model_config), self.setup.is_explicit)
+        if self._option_names and not location.is_ours:
             what = f"--model-loader-extra-config: {', '.join(self._option_names)}: only for folders that relayout has"
             raise PlanError(
                 f"{what} converted, or with --load-format {FORMAT}", path=_path(model_config), code="option"
             )
-        return place
+        return location
 
     def download_model(self, model_config: Any) -> None:
         """Delegate to vLLM's downloader unless the model is a converted folder."""
-        place = self._place(model_config)
-        if not place.is_ours or (place.has_engines_loader and place.manifest is None):
+        location = self._location(model_config)
+        if not location.is_ours or (location.has_engines_loader and location.manifest is None):
             self._stock.download_model(model_config)
 
     def create_model(self, vllm_config: Any, model_config: Any, prefix: str = "") -> Any:
         """Return the model, without weights; if relayout loads it, in marked memory."""
-        place = self._place(model_config)
-        if not place.is_ours:
+        location = self._location(model_config)
+        if not location.is_ours:
             return self._stock.create_model(vllm_config, model_config, prefix)
-        from relayout.engines.unwritten import Marks
+        from relayout.engines.unwritten import Sentinels
 
-        with Marks() as marks:
+        with Sentinels() as sentinels:
             model = self._stock.create_model(vllm_config, model_config, prefix)
-        MODELS.remember(EngineModel(self._options, place, marks), model)
+        MODELS.remember(EngineModel(self._options, location, sentinels), model)
         return model
 
     def load_model(self, *arguments: Any, **options: Any) -> Any:
@@ -184,32 +184,32 @@ class VllmLoader:
     def load_weights(self, model: Any, model_config: Any) -> None:
         """Load this rank's weights into the model; check that all its memory was written, or is as vLLM leaves it."""
         known = MODELS.of(model)
-        if known is None or known.place is None or known.place.source != self.source_of(model_config):
-            known = EngineModel(self._options, self._place(model_config))
-        place, known.place = known.place, None
-        assert place is not None
-        if not place.is_ours:
+        if known is None or known.location is None or known.location.source != self.source_of(model_config):
+            known = EngineModel(self._options, self._location(model_config))
+        location, known.location = known.location, None
+        assert location is not None
+        if not location.is_ours:
             self._stock.load_weights(model, model_config)
             return
         group = _group(_device(model)) if self._options.share and not _is_draft(model_config) else None
         with replicas(group) as members:
             engine = self._engine_rank(model, model_config, members)
-            self.load = open_load(place, self._options, engine)
+            self.load = open_load(location, self._options, engine)
             if isinstance(self.load, Weights):
                 try:
-                    self._take(self.load, self._given(self.load, place, model), model, model_config)
+                    self._take(self.load, self._given(self.load, location, model), model, model_config)
                     known.names = tuple(getattr(model_config, name, None) for name in _NAMES)
-                    known.shapes = place.shapes(engine.rank, engine.num_ranks)
+                    known.shapes = location.shapes(engine.rank, engine.num_ranks)
                     MODELS.remember(known, model)
                 except Exception as error:
                     self.load = self.load.after(error, _path(model_config))
-            if isinstance(self.load, Stock):
+            if isinstance(self.load, BuiltinLoad):
                 self._stock.load_weights(model, model_config)
                 self.load.has_loaded()
-        if known.marks is not None:
-            known.marks.give_back(model)
+        if known.sentinels is not None:
+            known.sentinels.restore(model)
 
-    def _given(self, weights: Weights, place: WeightsPlace, model: Any) -> Iterator[tuple[str, torch.Tensor]]:
+    def _given(self, weights: Weights, location: WeightsLocation, model: Any) -> Iterator[tuple[str, torch.Tensor]]:
         """Return the tensors of a first load, in the form that vLLM receives."""
         return self._tensors(weights.delivery, model)
 
@@ -217,7 +217,7 @@ class VllmLoader:
         self, weights: Weights, tensors: Iterator[tuple[str, torch.Tensor]], model: Any, model_config: Any
     ) -> None:
         """Let vLLM's own loader load tensors: it takes the result of `get_all_weights`, and checks names."""
-        loader = self._make_stock()
+        loader = self._make_builtin()
         loader.get_all_weights = lambda *_: tensors
         loader.counter_before_loading_weights = time.perf_counter()  # vLLM logs the seconds since then.
         loader.load_weights(model, model_config)
@@ -240,27 +240,27 @@ class VllmLoader:
 
     def get_all_weights(self, model_config: Any, model: Any) -> Iterable[tuple[str, torch.Tensor]]:
         """Return this rank's (name, tensor) pairs of the checkpoint, for vLLM's `reload_weights`."""
-        place, known = self._place(model_config), MODELS.of(model)
+        location, known = self._location(model_config), MODELS.of(model)
         names = None if known is None else known.names
-        if names is None and not place.is_ours:
-            self.load = Stock("it was not converted")
-            return self._stock_weights(model_config, model)
+        if names is None and not location.is_ours:
+            self.load = BuiltinLoad("it was not converted")
+            return self._builtin_weights(model_config, model)
         engine = self._engine_rank(model, model_config)
         if known is not None and names is not None:
             try:
-                check_same_model(known.shapes, _path(model_config), place.shapes(engine.rank, engine.num_ranks))
+                check_same_model(known.shapes, _path(model_config), location.shapes(engine.rank, engine.num_ranks))
             except Exception:
                 for name, value in zip(_NAMES, names, strict=True):
                     setattr(model_config, name, value)
                 raise
-        self.load = open_load(place, self._options, engine)
+        self.load = open_load(location, self._options, engine)
         if isinstance(self.load, Weights):
             weights = replace(self.load.delivery.weights, small_first=True)
             self.load = replace(self.load, delivery=weights.deliver())
             return self._tensors(self.load.delivery, model)
-        return self._stock_weights(model_config, model)
+        return self._builtin_weights(model_config, model)
 
-    def _stock_weights(self, model_config: Any, model: Any) -> Iterable[tuple[str, torch.Tensor]]:
+    def _builtin_weights(self, model_config: Any, model: Any) -> Iterable[tuple[str, torch.Tensor]]:
         weights: Iterable[tuple[str, torch.Tensor]] = self._stock.get_all_weights(model_config, model)
         return weights
 
@@ -268,7 +268,7 @@ class VllmLoader:
         """Chain the delivered tensors and the files or folders that the model class names for vLLM to read itself."""
         beside = getattr(model, "secondary_weights", ())
         for source in beside:
-            refuse_unproven(source.model_or_path, f"has weights of {type(model).__name__} that vLLM reads itself")
+            refuse_unverified(source.model_or_path, f"has weights of {type(model).__name__} that vLLM reads itself")
         return chain(delivery, chain.from_iterable(map(self._stock._get_weights_iterator, beside)))
 
     def _get_weights_iterator(self, source: Any) -> Iterator[tuple[str, torch.Tensor]]:
@@ -277,13 +277,13 @@ class VllmLoader:
         The target model is unknown here, so nothing is cut, and code that cuts the tensors cuts them once.
         """
         path = "/".join(filter(None, (str(source.model_or_path), getattr(source, "subfolder", None))))
-        place = WeightsPlace(source_url(path, getattr(source, "revision", None)), is_asked_for=False)
-        if not place.is_ours:
+        location = WeightsLocation(source_url(path, getattr(source, "revision", None)), is_explicit=False)
+        if not location.is_ours:
             yield from self._stock._get_weights_iterator(source)
             return
         from relayout.loader.view import safe_open
 
-        with safe_open(place.source) as folder:
+        with safe_open(location.source) as folder:
             for name in folder.keys():  # noqa: SIM118 (it is no mapping)
                 yield source.prefix + name, folder.get_tensor(name)
 
@@ -294,7 +294,7 @@ class VllmLoader:
 
         is_draft = _is_draft(model_config)
         # Before any step that may differ between nodes, as all ranks must take part.
-        local_ranks = _ranks_of_node() if self.setup.is_asked_for and not is_draft else None
+        local_ranks = _ranks_of_node() if self.setup.is_explicit and not is_draft else None
         rank, num_ranks = get_tensor_model_parallel_rank(), get_tensor_model_parallel_world_size()
         parallel = get_current_vllm_config().parallel_config
         has_own_block, is_placed = _experts(parallel, num_ranks)

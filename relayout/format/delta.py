@@ -21,15 +21,15 @@ import numpy as np
 import numpy.typing as npt
 import zstandard
 
-from relayout.core.digests import DIGEST_NBYTES, PROOF_NBYTES, proof_hex
+from relayout.core.digests import BLAKE3_NBYTES, XXH3_NBYTES, blake3_hex
 from relayout.core.extents import Extent
 from relayout.errors import FormatError, about, shown
 from relayout.format.fields import Fields, check_apart, check_path, parse_object
 from relayout.format.index import FORMAT_VERSION, MANIFEST_NAME, IndexedFile, Manifest, num_chunks
-from relayout.format.manifest import DELTA, MAX_WINDOW_NBYTES, check_top, proof_field, sealed
+from relayout.format.manifest import MAX_WINDOW_NBYTES, REQUIRES_DELTA, blake3_field, check_top, sealed
 
 Array = npt.NDArray[np.uint8]
-Places = npt.NDArray[np.intp]
+Indices = npt.NDArray[np.intp]
 
 WIDTHS = (1, 2, 4, 8)
 """Supported bytes of an element."""
@@ -62,14 +62,14 @@ def encode(data: Array, runs: Sequence[tuple[int, int]]) -> bytes:
     ends = list(accumulate(nbytes for nbytes, _ in runs))
     assert ends[-1:] == [data.nbytes]
     found = [data[end - nbytes : end].view(f"<u{width}") for end, (nbytes, width) in zip(ends, runs, strict=True)]
-    places_of = list(map(_places_of, found))
-    if not any(map(len, places_of)):
+    indices_of = list(map(_indices_of, found))
+    if not any(map(len, indices_of)):
         return b""
     head, gaps, values = [len(runs)], [], []
-    for elements, places, (nbytes, width) in zip(found, places_of, runs, strict=True):
-        is_dense = _DENSE * len(places) > len(elements)
-        gaps.append(np.empty(0, np.uint8) if is_dense else _gaps(places))
-        values.append((elements if is_dense else elements[places]).view(np.uint8).reshape(-1, width))
+    for elements, indices, (nbytes, width) in zip(found, indices_of, runs, strict=True):
+        is_dense = _DENSE * len(indices) > len(elements)
+        gaps.append(np.empty(0, np.uint8) if is_dense else _gaps(indices))
+        values.append((elements if is_dense else elements[indices]).view(np.uint8).reshape(-1, width))
         head += [nbytes, width, len(gaps[-1]), len(values[-1])]
     streams = [np.concatenate(gaps)] + [
         np.concatenate([rows[:, byte] for rows in values if rows.shape[1] > byte])
@@ -82,26 +82,26 @@ def encode(data: Array, runs: Sequence[tuple[int, int]]) -> bytes:
     return b"".join([*pieces, frame.flush()])
 
 
-def _places_of(elements: npt.NDArray[Any]) -> Places:
+def _indices_of(elements: npt.NDArray[Any]) -> Indices:
     """Return the positions of non-zero elements, by the method that is fastest for the density of the first ones."""
     num_seen, seen = min(_SEEN, len(elements)), np.count_nonzero(elements[:_SEEN])
     if 8 * seen < num_seen < _MANY * seen:
-        return _places_in_blocks(elements)
+        return _indices_in_blocks(elements)
     return np.flatnonzero(elements != 0)
 
 
-def _places_in_blocks(elements: npt.NDArray[Any]) -> Places:
+def _indices_in_blocks(elements: npt.NDArray[Any]) -> Indices:
     """Return the positions of non-zero elements. Each block reuses the memory of the last, without page faults."""
     found = []
     for start in range(0, len(elements), _BLOCK):
-        places = _set_in(elements[start : start + _BLOCK] != 0)
+        indices = _set_in(elements[start : start + _BLOCK] != 0)
         if start:
-            places += start
-        found.append(places)
+            indices += start
+        found.append(indices)
     return found[0] if len(found) == 1 else np.concatenate(found)
 
 
-def _set_in(mask: npt.NDArray[np.bool_]) -> Places:
+def _set_in(mask: npt.NDArray[np.bool_]) -> Indices:
     """Return the set positions of a mask.
 
     NumPy mispredicts a branch for each set position, up to a density of 1/10. So eight elements are compared as one
@@ -112,17 +112,17 @@ def _set_in(mask: npt.NDArray[np.bool_]) -> Places:
     words = mask.view(np.uint64)
     held = np.flatnonzero(words != 0)
     inside = np.flatnonzero(words[held].view(np.bool_))
-    places: Places = held[inside >> 3]
-    places <<= 3
+    indices: Indices = held[inside >> 3]
+    indices <<= 3
     inside &= 7
-    places |= inside
-    return places
+    indices |= inside
+    return indices
 
 
-def _gaps(places: Places) -> Array:
+def _gaps(indices: Indices) -> Array:
     """Return the number of zeros before each position, as one byte after one `_SKIP` for each 255 zeros."""
-    gaps = places.copy()
-    gaps[1:] -= places[:-1] + 1
+    gaps = indices.copy()
+    gaps[1:] -= indices[:-1] + 1
     long = np.flatnonzero(gaps >= _SKIP)
     if not len(long):
         return gaps.astype(np.uint8)
@@ -164,7 +164,7 @@ class Elements:
     """Offset of the run in the data, in bytes."""
     nbytes: int
     """Bytes of the run."""
-    places: npt.NDArray[np.int64] | None
+    indices: npt.NDArray[np.int64] | None
     """Positions of the elements in the run, rising; None: all."""
     values: npt.NDArray[np.unsignedinteger[Any]]
 
@@ -175,22 +175,22 @@ class Elements:
             start, end: of the part, in bytes of the data.
             width: bytes of an element.
         """
-        assert self.places is not None
+        assert self.indices is not None
         first, rest = divmod(start - self.offset, width)
         if rest or width != self.values.itemsize:
             return None
-        low, high = np.searchsorted(self.places, (first, first + (end - start) // width))
-        return self.places[low:high] - first, self.values[low:high]
+        low, high = np.searchsorted(self.indices, (first, first + (end - start) // width))
+        return self.indices[low:high] - first, self.values[low:high]
 
 
 def xor_into(encoded: bytes | memoryview, target: memoryview | Array) -> None:
     """XOR the encoded data into `target`, which has the same length. Zero elements outside dense runs are skipped."""
     for run in decode(encoded, target.nbytes):
         elements = np.frombuffer(target, np.uint8, run.nbytes, run.offset).view(run.values.dtype)
-        if run.places is None:
+        if run.indices is None:
             elements ^= run.values
         else:
-            elements[run.places] ^= run.values
+            elements[run.indices] ^= run.values
 
 
 def decode(encoded: bytes | memoryview, nbytes: int) -> Iterator[Elements]:
@@ -199,8 +199,8 @@ def decode(encoded: bytes | memoryview, nbytes: int) -> Iterator[Elements]:
         return
     runs = _parse_head(encoded, nbytes)
     body = _expand(encoded[_HEAD.itemsize * (1 + _NUM_FIELDS * len(runs)) :], runs)
-    place_of_gap, place_of_value = 0, sum(run.num_gaps for run in runs)
-    starts = [place_of_value]  # One for each plane.
+    offset_of_gap, offset_of_value = 0, sum(run.num_gaps for run in runs)
+    starts = [offset_of_value]  # One for each plane.
     for byte in range(WIDTHS[-1]):
         starts.append(starts[-1] + sum(run.num_stored for run in runs if run.width > byte))
     offset = 0
@@ -210,10 +210,10 @@ def decode(encoded: bytes | memoryview, nbytes: int) -> Iterator[Elements]:
             values[:, byte] = body[starts[byte] : starts[byte] + run.num_stored]
             starts[byte] += run.num_stored
         if run.num_stored or run.num_gaps:
-            gaps = body[place_of_gap : place_of_gap + run.num_gaps]
-            places = _places(gaps, run) if run.num_gaps else None
-            yield Elements(offset, run.nbytes, places, values.view(f"<u{run.width}")[:, 0])
-        place_of_gap += run.num_gaps
+            gaps = body[offset_of_gap : offset_of_gap + run.num_gaps]
+            indices = _indices(gaps, run) if run.num_gaps else None
+            yield Elements(offset, run.nbytes, indices, values.view(f"<u{run.width}")[:, 0])
+        offset_of_gap += run.num_gaps
         offset += run.nbytes
 
 
@@ -249,13 +249,13 @@ def _expand(frame: bytes | memoryview, runs: Sequence[_Run]) -> Array:
         raise FormatError(f"not a zstd frame: {error}", code="syntax") from None
 
 
-def _places(gaps: Array, run: _Run) -> npt.NDArray[np.int64]:
+def _indices(gaps: Array, run: _Run) -> npt.NDArray[np.int64]:
     is_element = gaps != _SKIP
     ends = np.cumsum(gaps + is_element.astype(np.int64))
-    places: npt.NDArray[np.int64] = ends[is_element] - 1
-    if len(places) != run.num_stored or int(ends[-1]) > run.nbytes // run.width:
+    indices: npt.NDArray[np.int64] = ends[is_element] - 1
+    if len(indices) != run.num_stored or int(ends[-1]) > run.nbytes // run.width:
         raise FormatError(f"gaps lead beyond a run of {run.nbytes} bytes", code="field")
-    return places
+    return indices
 
 
 NEW = "new/"
@@ -271,9 +271,9 @@ ENCODING = 1
 """Version of the format that `encode` writes."""
 
 _PIECE = np.dtype(
-    [("piece", "<u8"), ("nbytes", "<u8"), ("stored", "u1", PROOF_NBYTES), ("content", "u1", PROOF_NBYTES)]
+    [("piece", "<u8"), ("nbytes", "<u8"), ("stored", "u1", BLAKE3_NBYTES), ("content", "u1", BLAKE3_NBYTES)]
 )
-_CHANGED_DIGEST = np.dtype([("row", "<u8"), ("digest", "u1", DIGEST_NBYTES)])
+_CHANGED_DIGEST = np.dtype([("row", "<u8"), ("digest", "u1", XXH3_NBYTES)])
 
 
 def delta_name(file: str) -> str:
@@ -295,7 +295,7 @@ class DeltaFile:
     """BLAKE3 digest of the index at the end of that file."""
 
     @property
-    def place_of_index(self) -> Extent:
+    def index_extent(self) -> Extent:
         """Extent of the index in the file with the changes."""
         nbytes = _PIECE.itemsize * self.num_pieces
         return Extent(self.nbytes - nbytes, nbytes)
@@ -334,7 +334,7 @@ class DeltaManifest:
         object.__setattr__(self, "by_number", {file.number: file for file in self.files})
 
     @property
-    def places_of_digests(self) -> list[Extent]:
+    def digest_extents(self) -> list[Extent]:
         """Extents of the changed digests of each holder's tensors in their file, and last those of the source."""
         sizes = [_CHANGED_DIGEST.itemsize * part.count for part in self.digests]
         return [Extent(end - nbytes, nbytes) for nbytes, end in zip(sizes, accumulate(sizes), strict=True)]
@@ -344,7 +344,7 @@ def dump_delta(manifest: DeltaManifest) -> bytes:
     """Serialize relayout.json."""
     top: dict[str, Any] = {
         "relayout": FORMAT_VERSION,
-        "requires": [DELTA],
+        "requires": [REQUIRES_DELTA],
         "generator": manifest.generator,
         "encoding": ENCODING,
         "base": manifest.base,
@@ -374,8 +374,8 @@ def parse_delta(blob: bytes, where: str) -> DeltaManifest:
             raise FormatError(f"encoding {encoding}, this relayout reads {ENCODING}", code="version")
         manifest = DeltaManifest(
             generator=fields.text("generator"),
-            base=proof_field(fields, "base"),
-            makes=proof_field(fields, "makes"),
+            base=blake3_field(fields, "base"),
+            makes=blake3_field(fields, "makes"),
             files=tuple(map(_parse_file, fields.column("files", dict))),
             digests=tuple(map(_parse_digests, fields.column("digests", dict))),
             others=tuple(fields.column("others", str)),
@@ -392,7 +392,7 @@ def parse_delta(blob: bytes, where: str) -> DeltaManifest:
 def _parse_file(entry: Mapping[str, Any]) -> DeltaFile:
     fields = Fields(entry)
     file = DeltaFile(
-        fields.size("file"), fields.size("nbytes"), fields.size("num_pieces"), proof_field(fields, "index_digest")
+        fields.size("file"), fields.size("nbytes"), fields.size("num_pieces"), blake3_field(fields, "index_digest")
     )
     if not file.num_pieces or file.nbytes < _PIECE.itemsize * file.num_pieces:
         what = f"file {file.number}: {file.num_pieces} pieces and their index in {file.nbytes} bytes"
@@ -402,7 +402,7 @@ def _parse_file(entry: Mapping[str, Any]) -> DeltaFile:
 
 def _parse_digests(entry: Mapping[str, Any]) -> ChangedDigests:
     fields = Fields(entry)
-    return ChangedDigests(fields.size("count"), proof_field(fields, "digest"))
+    return ChangedDigests(fields.size("count"), blake3_field(fields, "digest"))
 
 
 def layout_difference(old: Manifest, new: Manifest) -> str | None:
@@ -436,12 +436,12 @@ def dump_changed_digests(old: bytes, new: bytes) -> tuple[bytes, ChangedDigests]
     Args:
         old, new: all digests of the base and of the result, in binary form.
     """
-    rows = [np.frombuffer(side, np.uint8).reshape(-1, DIGEST_NBYTES) for side in (old, new)]
+    rows = [np.frombuffer(side, np.uint8).reshape(-1, XXH3_NBYTES) for side in (old, new)]
     changed = np.flatnonzero((rows[0] != rows[1]).any(axis=1))
     found = np.empty(len(changed), _CHANGED_DIGEST)
     found["row"], found["digest"] = changed, rows[1][changed]
     stored = found.tobytes()
-    return stored, ChangedDigests(len(changed), proof_hex(stored))
+    return stored, ChangedDigests(len(changed), blake3_hex(stored))
 
 
 def parse_changed_digests(blob: bytes, part: ChangedDigests, count: int) -> tuple[npt.NDArray[np.int64], Array]:
@@ -452,7 +452,7 @@ def parse_changed_digests(blob: bytes, part: ChangedDigests, count: int) -> tupl
     """
     if part.count > count:
         raise FormatError(f"{part.count} digests that changed, of {count}", code="field")
-    if proof_hex(blob) != part.digest:
+    if blake3_hex(blob) != part.digest:
         raise FormatError("digests of tensors that changed differ from the manifest", code="digest")
     found = np.frombuffer(blob, _CHANGED_DIGEST)
     return _rising(found["row"], count, "digests that changed"), found["digest"]
@@ -512,7 +512,7 @@ class PieceIndex:
 
 def parse_index(blob: bytes, stored: DeltaFile, file: IndexedFile, chunk_nbytes: int) -> PieceIndex:
     """Parse the result of `dump_index`."""
-    if proof_hex(blob) != stored.index_digest:
+    if blake3_hex(blob) != stored.index_digest:
         raise FormatError("its index differs from the manifest", code="digest")
     rows = np.frombuffer(blob, _PIECE)
     num_pieces = 1 + num_chunks(file.data_start, file.nbytes, chunk_nbytes)

@@ -14,7 +14,7 @@ from itertools import accumulate, groupby
 from math import prod
 from typing import TypeVar, overload
 
-from relayout.core.digests import DIGEST_NBYTES, PROOF_NBYTES
+from relayout.core.digests import BLAKE3_NBYTES, XXH3_NBYTES
 from relayout.core.extents import BLOCK, Extent, Transfer, align_up, coalesce, split
 from relayout.core.slices import Slice, slice_transfers
 
@@ -280,12 +280,12 @@ class RankTable:
         return OfKinds([kind.part for kind in self.kinds], self.kind_of)
 
 
-def rank_file_name(rank: int, part: int, *, beside_whole: bool = False) -> str:
-    """Return the name that vLLM and SGLang use for sharded state; with `beside_whole`, one that no loader accepts.
+def rank_file_name(rank: int, part: int, *, next_to_whole: bool = False) -> str:
+    """Return the name that vLLM and SGLang use for sharded state; with `next_to_whole`, one that no loader accepts.
 
     PyTorch's HuggingFaceStorageReader (torch 2.13, `hf_storage.py`) reads every *.safetensors of a folder.
     """
-    return f"relayout-rank-{rank}-part-{part}.slices" if beside_whole else f"model-rank-{rank}-part-{part}.safetensors"
+    return f"relayout-rank-{rank}-part-{part}.slices" if next_to_whole else f"model-rank-{rank}-part-{part}.safetensors"
 
 
 def missing_shard_name(num_ranks: int) -> str:
@@ -327,17 +327,17 @@ def num_chunks(data_start: int, nbytes: int, chunk_nbytes: int) -> int:
     return -(-(nbytes - data_start) // chunk_nbytes)
 
 
-def places_of_proofs(files: Sequence[IndexedFile], chunk_nbytes: int) -> list[Extent]:
+def chunk_digest_extents(files: Sequence[IndexedFile], chunk_nbytes: int) -> list[Extent]:
     """Return the extent of each file's chunk digests in relayout.chunks."""
-    sizes = [PROOF_NBYTES * num_chunks(file.data_start, file.nbytes, chunk_nbytes) for file in files]
+    sizes = [BLAKE3_NBYTES * num_chunks(file.data_start, file.nbytes, chunk_nbytes) for file in files]
     return [Extent(end - nbytes, nbytes) for nbytes, end in zip(sizes, accumulate(sizes), strict=True)]
 
 
-def places_of_digests(manifest: Manifest) -> list[Extent]:
+def digest_extents(manifest: Manifest) -> list[Extent]:
     """Return the extent of each holder's tensor digests in relayout.digests, in order, and last the source's."""
     counts = [*(entry.num_tensors for entry in manifest.holders.values()), manifest.num_source_tensors]
-    ends = accumulate(DIGEST_NBYTES * count for count in counts)
-    return [Extent(end - DIGEST_NBYTES * n, DIGEST_NBYTES * n) for n, end in zip(counts, ends, strict=True)]
+    ends = accumulate(XXH3_NBYTES * count for count in counts)
+    return [Extent(end - XXH3_NBYTES * n, XXH3_NBYTES * n) for n, end in zip(counts, ends, strict=True)]
 
 
 _DIRECT_NBYTES = 2**20

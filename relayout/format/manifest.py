@@ -10,7 +10,7 @@ from typing import Any
 
 import zstandard
 
-from relayout.core.digests import DIGEST_NBYTES, PROOF_NBYTES, digest_hex, proof_hex
+from relayout.core.digests import BLAKE3_NBYTES, XXH3_NBYTES, blake3_hex, xxh3_hex
 from relayout.core.extents import BLOCK, Transfer
 from relayout.core.slices import Slice
 from relayout.errors import FormatError, about, readable, shown
@@ -45,11 +45,11 @@ _MIN_ENTRY_NBYTES = 48
 _PIECE_NBYTES = 2**12
 """Bytes of a zstd frame to expand at a time: the result, up to 32,000 times larger, may exceed the limit."""
 
-DELTA, WHOLE = "delta", "whole"
+REQUIRES_DELTA, REQUIRES_WHOLE = "delta", "whole"
 """Values of a manifest's `requires`: its reader must support deltas, or folders with whole tensors."""
 
 _SELF_DIGEST = b'"self_digest"'
-_DIGEST, _PROOF = (re.compile(rf"[0-9a-f]{{{2 * nbytes}}}\Z") for nbytes in (DIGEST_NBYTES, PROOF_NBYTES))
+_XXH3, _BLAKE3 = (re.compile(rf"[0-9a-f]{{{2 * nbytes}}}\Z") for nbytes in (XXH3_NBYTES, BLAKE3_NBYTES))
 _FILE_NAME = re.compile(r"[A-Za-z0-9_][A-Za-z0-9._-]{0,242}\.(safetensors|slices)\Z")
 
 
@@ -75,7 +75,7 @@ def header_prefix(tensors_digest: str) -> bytes:
 
 def content_of(blob: bytes) -> str:
     """Return the identity of a checkpoint: the BLAKE3 of its relayout.json as stored, which `b3sum` prints, too."""
-    return proof_hex(blob)
+    return blake3_hex(blob)
 
 
 def digest_of_tensors(rows: Iterable[tuple[str, str, str]]) -> str:
@@ -85,7 +85,7 @@ def digest_of_tensors(rows: Iterable[tuple[str, str, str]]) -> str:
         rows: of each tensor, in file order: its name as JSON, its `tensor_head`, and the digest of its bytes.
     """
     items = ",".join([f'[{name},{head},"{digest}"]' for name, head, digest in rows])
-    return digest_hex(f"[{items}]".encode())
+    return xxh3_hex(f"[{items}]".encode())
 
 
 def tensor_head(dtype: str, source_shape: tuple[int, ...], part: Slice) -> str:
@@ -143,7 +143,7 @@ def dump_manifest(manifest: Manifest) -> bytes:
     """Serialize relayout.json, indented for people."""
     top: dict[str, Any] = {
         "relayout": FORMAT_VERSION,
-        "requires": [] if manifest.whole is None else [WHOLE],
+        "requires": [] if manifest.whole is None else [REQUIRES_WHOLE],
         "generator": manifest.generator,
         "conversion": manifest.conversion,
         "model_type": manifest.model_type,
@@ -195,7 +195,7 @@ def closed(text: bytes, colon: str = ":", end: str = "}\n") -> bytes:
         text: the object up to this field, with a comma at its end.
         colon, end: between and after name and value.
     """
-    return text + _SELF_DIGEST + f'{colon}"{proof_hex(text)}"{end}'.encode()
+    return text + _SELF_DIGEST + f'{colon}"{blake3_hex(text)}"{end}'.encode()
 
 
 def parse_manifest(blob: bytes, where: str) -> Manifest:
@@ -215,21 +215,21 @@ def _parse_manifest(blob: bytes, top: Mapping[str, Any]) -> Manifest:
     source = Fields(fields.object("source"))
     files = _parse_files(fields)
     whole = fields.object_or_null("whole")
-    if (whole is not None) != (WHOLE in top["requires"]):
+    if (whole is not None) != (REQUIRES_WHOLE in top["requires"]):
         raise FormatError(f"'requires' and 'whole' differ: {shown(top['requires'])}", code="field")
     manifest = Manifest(
         generator=fields.text("generator"),
-        conversion=_or_null(fields, "conversion", digest_field),
+        conversion=_or_null(fields, "conversion", xxh3_field),
         model_type=fields.text_or_null("model_type"),
         plan=fields.text("plan"),
         expert_parallel=fields.flag("expert_parallel"),
         alignment=_power_of_two(fields, "alignment", MIN_ALIGNMENT, MAX_ALIGNMENT),
         dcp=fields.flag("dcp"),
-        record_digest=proof_field(source, "record_digest"),
-        source_digests_digest=proof_field(source, "digests_digest"),
+        record_digest=blake3_field(source, "record_digest"),
+        source_digests_digest=blake3_field(source, "digests_digest"),
         num_source_tensors=source.size("num_tensors"),
         source_nbytes=source.size("nbytes"),
-        hub_index_digest=_or_null(fields, "hub_index_digest", proof_field),
+        hub_index_digest=_or_null(fields, "hub_index_digest", blake3_field),
         chunk_nbytes=_power_of_two(fields, "chunk_nbytes", MIN_CHUNK_NBYTES, MAX_CHUNK_NBYTES),
         files=files,
         ranks=tuple(_parse_holder(entry, table_name(rank), files, f"rank {rank}") for rank, entry in enumerate(ranks)),
@@ -261,13 +261,13 @@ def _check_requirements(requires: object, is_delta: bool) -> None:
     """Refuse a folder with requirements that this reader does not support."""
     if not isinstance(requires, list) or not all(isinstance(name, str) for name in requires):
         raise FormatError("'requires' is missing or not a list of strings", code="field")
-    unknown = sorted(set(requires) - {DELTA, WHOLE})
+    unknown = sorted(set(requires) - {REQUIRES_DELTA, REQUIRES_WHOLE})
     if unknown:
         raise FormatError(
             f"requires {', '.join(map(shown, unknown))}, which this relayout does not know: use a newer one",
             code="version",
         )
-    if (DELTA in requires) != is_delta:
+    if (REQUIRES_DELTA in requires) != is_delta:
         what = (
             "is not a delta; relayout delta makes one" if is_delta else "is a delta: relayout apply adds it to its base"
         )
@@ -277,21 +277,21 @@ def _check_requirements(requires: object, is_delta: bool) -> None:
 def check_self_digest(blob: bytes, top: Mapping[str, Any]) -> None:
     """Compare the last field with the digest of all bytes before it. FormatError: it differs, or is not the last."""
     place = blob.rfind(_SELF_DIGEST)
-    if place < 0 or list(top)[-1] != "self_digest" or top["self_digest"] != proof_hex(blob[:place]):
+    if place < 0 or list(top)[-1] != "self_digest" or top["self_digest"] != blake3_hex(blob[:place]):
         raise FormatError(
             f"its self_digest is {shown(top.get('self_digest'))}, which does not match its bytes: damaged or edited",
             code="digest",
         )
 
 
-def digest_field(fields: Fields, name: str) -> str:
+def xxh3_field(fields: Fields, name: str) -> str:
     """Return an XXH3-128 digest in hex. FormatError: the field is not one."""
-    return _hex_field(fields, name, _DIGEST, "a digest")
+    return _hex_field(fields, name, _XXH3, "a digest")
 
 
-def proof_field(fields: Fields, name: str) -> str:
+def blake3_field(fields: Fields, name: str) -> str:
     """Return a BLAKE3 digest in hex. FormatError: the field is not one."""
-    return _hex_field(fields, name, _PROOF, "a proof")
+    return _hex_field(fields, name, _BLAKE3, "a BLAKE3 digest")
 
 
 def _or_null(fields: Fields, name: str, parse: Callable[[Fields, str], str]) -> str | None:
@@ -358,9 +358,9 @@ def _parse_files(fields: Fields) -> tuple[IndexedFile, ...]:
                 name=file.text("name"),
                 nbytes=file.size("nbytes"),
                 data_start=file.size("data_start"),
-                tensors_digest=digest_field(file, "tensors_digest"),
-                header_digest=proof_field(file, "header_digest"),
-                chunks_digest=proof_field(file, "chunks_digest"),
+                tensors_digest=xxh3_field(file, "tensors_digest"),
+                header_digest=blake3_field(file, "header_digest"),
+                chunks_digest=blake3_field(file, "chunks_digest"),
             )
         )
         if files[-1].data_start > min(files[-1].nbytes, LENGTH_NBYTES + MAX_HEADER_NBYTES):
@@ -390,8 +390,8 @@ def _parse_holder(
             raise FormatError(f"files {shown(indices)}, expected distinct indices below {len(files)}", code="mismatch")
         parsed = RankEntry(
             table=table,
-            table_digest=proof_field(fields, "table_digest"),
-            digests_digest=proof_field(fields, "digests_digest"),
+            table_digest=blake3_field(fields, "table_digest"),
+            digests_digest=blake3_field(fields, "digests_digest"),
             num_tensors=fields.size("num_tensors"),
             nbytes=fields.size("nbytes"),
             files=tuple(indices),

@@ -12,7 +12,7 @@ from math import prod
 import numpy as np
 import numpy.typing as npt
 
-from relayout.core.digests import proof_hex
+from relayout.core.digests import blake3_hex
 from relayout.core.extents import Transfer
 from relayout.core.slices import BITS
 from relayout.errors import FormatCode, FormatError, PlanError, about, shown
@@ -73,7 +73,7 @@ def parse_table(blob: bytes, manifest: Manifest, rank: int, where: str) -> RankT
 def _parse_table(blob: bytes, manifest: Manifest, rank: int, where: str) -> RankTable:
     entry = manifest.holders[rank]
     refuse_lfs_pointer(blob)
-    if proof_hex(blob) != entry.table_digest:
+    if blake3_hex(blob) != entry.table_digest:
         raise FormatError(
             f"digest differs from the one in {MANIFEST_NAME}: damaged, or of another rank or conversion", code="digest"
         )
@@ -96,7 +96,7 @@ def _parse_table(blob: bytes, manifest: Manifest, rank: int, where: str) -> Rank
     if len(set(table.names)) != count:
         raise FormatError("a tensor name occurs twice", code="field")
     sizes = _sizes(table, entry)
-    _check_places(table, manifest, sizes)
+    _check_offsets(table, manifest, sizes)
     if (total := sum(sizes.tolist())) != entry.nbytes:
         raise FormatError(f"tensors of {total} bytes, {MANIFEST_NAME} says {entry.nbytes}", code="field")
     return table
@@ -137,7 +137,7 @@ def _sizes(table: RankTable, entry: RankEntry) -> Column:
     return sizes[kind_of]
 
 
-def _check_places(table: RankTable, manifest: Manifest, sizes: Column) -> None:
+def _check_offsets(table: RankTable, manifest: Manifest, sizes: Column) -> None:
     """Check that each tensor lies inside its file and the arena, and that one run of one read brings it there.
 
     In a file of whole tensors, this holds for each range of a slice.

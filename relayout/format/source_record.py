@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import asdict, astuple, dataclass
 from typing import Any
 
-from relayout.core.digests import digest_hex
+from relayout.core.digests import xxh3_hex
 from relayout.core.slices import BITS, Cut, num_bytes
 from relayout.errors import FormatError, about, readable, shown
 from relayout.format.fields import Fields, check_apart, check_name, check_path, dump_slice, parse_object, parse_slice
@@ -181,7 +181,7 @@ def conversion_digest(record: SourceRecord, digests: Sequence[str | None]) -> st
     cuts = [[dump_slice(part) for part in cut.slices] for cut in record.cuts]
     columns = (record.names, record.dtypes, record.shapes, digests, map(cuts.__getitem__, record.cut_of))
     top = {"num_ranks": record.options.num_ranks, "tensors": list(zip(*columns, strict=True))}
-    return digest_hex(compact_json(top))
+    return xxh3_hex(compact_json(top))
 
 
 def parse_record(text: bytes, num_ranks: int, where: str) -> SourceRecord:

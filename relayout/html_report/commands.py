@@ -20,7 +20,7 @@ from relayout.cli.command import (
 )
 
 if TYPE_CHECKING:
-    from relayout.html_report.page import PageWritten
+    from relayout.html_report.page import ReportResult
 
 
 commands = typer.Typer()
@@ -65,7 +65,7 @@ def report(
         out.show(pages.report(path, page, tp=tp, plan=plan, bench=bench), _shown)
 
 
-def _shown(done: PageWritten) -> Iterator[Block]:
+def _shown(done: ReportResult) -> Iterator[Block]:
     """Yield the output of the command."""
     from rich.filesize import decimal
 

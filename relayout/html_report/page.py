@@ -35,7 +35,7 @@ from relayout.conversion.layout import Conversion
 from relayout.conversion.planning import default_output, plan_conversion
 from relayout.conversion.sidecar import recorded_source, stored_conversion
 from relayout.core.arguments import collapse_numbers, integer, path_text
-from relayout.core.digests import DIGEST_NBYTES, digest_hex, pack_digests
+from relayout.core.digests import XXH3_NBYTES, pack_digests, xxh3_hex
 from relayout.core.slices import CutTensor, num_bytes
 from relayout.errors import PlanError
 from relayout.html_report.measured import read_bench
@@ -74,7 +74,7 @@ _MARK = '<meta name="generator" content="relayout report">'
 
 
 @dataclass(frozen=True, slots=True, repr=False)
-class PageWritten(Result):
+class ReportResult(Result):
     """Result of `report`."""
 
     output: str
@@ -92,7 +92,7 @@ def report(
     tp: int | None = None,
     plan: str | os.PathLike[str] | None = None,
     bench: str | os.PathLike[str] | None = None,
-) -> PageWritten:
+) -> ReportResult:
     """Write a page that shows every file, tensor and rank of a checkpoint. It needs no network. Reads no weights.
 
     Args:
@@ -133,7 +133,7 @@ def report(
     target = Path(f"{_name(content)}-report.html" if page is None else page)
     _check_new(store, target)
     _write(target, text, _whose(content) if output is None else None)
-    return PageWritten(
+    return ReportResult(
         output=str(target),
         nbytes=len(text),
         num_tensors=len(content["names"]),
@@ -157,13 +157,13 @@ def _name(content: dict[str, Any]) -> str:
 
 def _whose(content: dict[str, Any]) -> str:
     """Return a digest that distinguishes the pages of two checkpoints without revealing the folders above them."""
-    return digest_hex(str(_place(content).resolve()).encode())
+    return xxh3_hex(str(_place(content).resolve()).encode())
 
 
 def render(content: dict[str, Any], digests: bytes) -> bytes:
     """Return the page as bytes of UTF-8."""
-    starts = range(0, len(digests), DIGEST_NBYTES)
-    kept = next((n for n in (DIGEST_NBYTES, 8, 4) if 0 < len(starts) * n <= _MAX_DIGESTS_NBYTES), 0)
+    starts = range(0, len(digests), XXH3_NBYTES)
+    kept = next((n for n in (XXH3_NBYTES, 8, 4) if 0 < len(starts) * n <= _MAX_DIGESTS_NBYTES), 0)
     short = b"".join(digests[at : at + kept] for at in starts)
     described = content | {"digest_nbytes": kept}
     packed = gzip.compress(json.dumps(described, separators=(",", ":")).encode(), 9, mtime=0)

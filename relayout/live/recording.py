@@ -11,10 +11,10 @@ as lost. When it changes, the engine itself loads it again, together with all ot
 knowledge of architectures is needed.
 
 **Invariants.**
-- A slice is in `Recorded.views` only if every use of it was a plain copy, no other write overlapped the copies, and its
-  modules own no transformed storage.
-- Every other slice that the engine used is in `Recorded.reloaded`, with the modules that received it, or with no module
-  if these are not known.
+- A slice is in `SliceLocations.views` only if every use of it was a plain copy, no other write overlapped the copies,
+  and its modules own no transformed storage.
+- Every other slice that the engine used is in `SliceLocations.reloaded`, with the modules that received it, or with no
+  module if these are not known.
 - Storages are identified by number (`_cdata`). A weak reference is held, so that no other storage gets the same number.
 - Operations of relayout itself run under `inspection()` and are not recorded.
 
@@ -63,7 +63,7 @@ _ADDRESSES = ("data_ptr", "numpy", "__dlpack__", "__array__")
 
 
 @dataclass(frozen=True, slots=True)
-class Recorded:
+class SliceLocations:
     """The locations of a rank's slices in an engine."""
 
     views: Mapping[str, tuple[View, ...]]
@@ -253,16 +253,16 @@ class Recording(TorchDispatchMode):
         elif _overlaps(memory, tensor):
             memory.is_changed = True
 
-    def finish(self) -> Recorded:
+    def finish(self) -> SliceLocations:
         """Return the recorded locations. Call after the load, including the engine's post-processing."""
         if self.has_unseen:
             given = {name for sources in self._sources.values() for name in sources.names}
-            return Recorded({}, dict.fromkeys(sorted(given), frozenset()), {})
+            return SliceLocations({}, dict.fromkeys(sorted(given), frozenset()), {})
         there = self._find_owners()
         self._find_adopted()
         views: defaultdict[str, list[View]] = defaultdict(list)
         for number, memory in self._memories.items():
-            memory.is_changed |= number not in there or _share_places([view for _, view in memory.views])
+            memory.is_changed |= number not in there or _targets_overlap([view for _, view in memory.views])
             for name, view in memory.views:
                 views[name].append(view)
         bad = {owner for memory in self._memories.values() if memory.is_changed for owner in memory.owners}
@@ -281,7 +281,7 @@ class Recording(TorchDispatchMode):
         refs = {view.memory: self._memories[view.memory].ref for of_slice in direct.values() for view in of_slice}
         fixed = frozenset(owner for memory in self._memories.values() if memory.is_fixed for owner in memory.owners)
         modules = {name: ref(one) for name, one in self._model.named_modules(remove_duplicate=False)}
-        return Recorded(direct, reloaded, refs, fixed, modules)
+        return SliceLocations(direct, reloaded, refs, fixed, modules)
 
     def _copied(self, target: torch.Tensor, source: torch.Tensor) -> None:
         """Note a copy."""
@@ -532,19 +532,19 @@ def _overlaps(memory: _Memory, tensor: torch.Tensor) -> bool:
     return any(first < view.target_end and view.target < end for _, view in memory.views)
 
 
-def _share_places(views: Sequence[View]) -> bool:
+def _targets_overlap(views: Sequence[View]) -> bool:
     """Return True if two views share an element of the storage: the second copy has overwritten the first."""
     in_order = sorted(views, key=lambda view: view.target)
-    end, is_doubtful = 0, False
+    end, is_overlapping = 0, False
     for view in in_order:
-        is_doubtful |= view.target < end
+        is_overlapping |= view.target < end
         end = max(end, view.target_end)
-    if not is_doubtful:
+    if not is_overlapping:
         return False
     taken = torch.zeros(end, dtype=torch.bool)
     for view in in_order:
-        places = taken.as_strided(*view.of_memory)
-        if bool(places.any()):
+        indices = taken.as_strided(*view.of_memory)
+        if bool(indices.any()):
             return True
-        places.fill_(True)
+        indices.fill_(True)
     return False

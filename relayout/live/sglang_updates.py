@@ -21,7 +21,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeAlias, TypeVar
 
 from relayout.checkpoint.converted import read_manifest_blob
-from relayout.checkpoint.steps import follow, names_of_chain, steps_at
+from relayout.checkpoint.step_chain import follow, names_of_chain, steps_at
 from relayout.engines import sglang
 from relayout.engines.load import (
     MODELS,
@@ -30,7 +30,7 @@ from relayout.engines.load import (
     Load,
     Shapes,
     Weights,
-    WeightsPlace,
+    WeightsLocation,
     check_same_model,
     open_converted,
     source_url,
@@ -40,13 +40,13 @@ from relayout.engines.sglang import Hook
 from relayout.engines.sglang_rank import FORMAT, LOGGER, engine_rank, shapes_at
 from relayout.errors import PlanError, RelayoutError, about
 from relayout.format.manifest import content_of
-from relayout.format.steps import PublishedStep, StepsIndex
+from relayout.format.steps_index import PublishedStep, StepsIndex
 from relayout.storage.stores import scheme_of
 
 if TYPE_CHECKING:
     from relayout.engines.rank_weights import RankWeights
     from relayout.live.recording import Recording
-    from relayout.live.staging import LiveWeights, Staged
+    from relayout.live.staging import LiveWeights, StagedUpdate
     from relayout.loader.group.collectives import Group
 
 Value = TypeVar("Value")
@@ -85,11 +85,11 @@ def _hooks() -> list[Hook]:
 class Update:
     """New weights for a model, for which SGLang calls its own loader once more."""
 
-    place: WeightsPlace
+    location: WeightsLocation
     """The location that the request names."""
     weights: RankWeights | None
-    """Verified weights to load instead of `place`. None: load `place` itself."""
-    staged: Staged | None = None
+    """Verified weights to load instead of `location`. None: load `location` itself."""
+    staged: StagedUpdate | None = None
     """Changes to apply in memory instead of a load."""
     error: Exception | None = None
     """The exception that the in-memory change raised. SGLang retries the same update."""
@@ -127,7 +127,7 @@ def weights_iterator(
         return sglang.weights_iterator(original, loader, source, **settings)
     if update.staged is not None:
         return iter(())
-    known.place, update.has_begun = update.place, True
+    known.location, update.has_begun = update.location, True
     return sglang.deliver(known, update.weights, loader, source, partial(original, loader, source, **settings))
 
 
@@ -166,7 +166,7 @@ def process_weights(original: Callable[..., None], model: Any, weights: Iterable
     if update is not None:
         is_followed = update.is_whole and update.weights is not None
     else:  # SGLang loads an unmarked model itself, or it is a draft model, which shares memory with another.
-        is_followed = known.marks is not None and known.place is not None and known.place.manifest is not None
+        is_followed = known.sentinels is not None and known.location is not None and known.location.manifest is not None
     if not (known.options.live and is_followed):
         original(model, weights, target_device)
         return
@@ -197,7 +197,7 @@ def restore_weights(original: Callable[..., None], model: Any, target_device: An
         original(model, target_device)
 
 
-def _commit(live: LiveWeights, update: Update, staged: Staged, model: Any) -> None:
+def _commit(live: LiveWeights, update: Update, staged: StagedUpdate, model: Any) -> None:
     """Apply staged changes in memory."""
     if update.error is not None:
         raise update.error
@@ -223,7 +223,7 @@ class _New:
     shapes: Shapes | None
     content: Sources | None
     """Their converted folder and deltas; None: the checkpoint is plain."""
-    says: str = ""
+    description: str = ""
     """A description for the answer."""
 
 
@@ -231,10 +231,10 @@ class _Request:
     """A request to SGLang to load other weights into a model."""
 
     def __init__(
-        self, original: _Original, updater: Any, is_asked_for: bool, args: Sequence[Any], named: dict[str, Any]
+        self, original: _Original, updater: Any, is_explicit: bool, args: Sequence[Any], named: dict[str, Any]
     ) -> None:
         self._original = partial(original, updater)
-        self._args, self._named, self._is_asked_for = args, named, is_asked_for
+        self._args, self._named, self._is_asked_for = args, named, is_explicit
         self._config, self._model = updater.model_config, updater.get_model()
         self._had_path = str(self._config.model_path)
         self._known = MODELS.of(self._model) or EngineModel(EngineOptions(), None)
@@ -252,32 +252,32 @@ class _Request:
     def _url(self, path: str) -> str:
         return source_url(path, getattr(self._config, "revision", None))
 
-    def _place(self, path: str) -> WeightsPlace:
-        return WeightsPlace(self._url(path), self._is_asked_for)
+    def _location(self, path: str) -> WeightsLocation:
+        return WeightsLocation(self._url(path), self._is_asked_for)
 
     def change(self, path: str) -> tuple[bool, str]:
         """Load the weights at a path into the model, on all ranks or none."""
-        place, known, live = self._place(path), self._known, self._live
-        place.check_policy()
-        if not (_is_root_or_delta(place) or place.is_ours) and known.shapes is None:
-            return self._own(path, place)
+        location, known, live = self._location(path), self._known, self._live
+        location.check_policy()
+        if not (_is_repository_or_delta(location) or location.is_ours) and known.shapes is None:
+            return self._own(path, location)
         self._group = _group()
-        new = self._proven(path, place)
+        new = self._verified(path, location)
         was_mixed, live.is_mixed = live.is_mixed, True
         outcome = self._attempt(path, new.update)
         failed = [answer for is_done, answer in self._all_of(outcome) if not is_done]
         if not failed:
             live.has, known.shapes, live.is_mixed = new.content, new.shapes, False
-            return True, f"{outcome[1]}{new.says}"
+            return True, f"{outcome[1]}{new.description}"
         if any(self._all_of(new.update.has_begun)):
             live.is_mixed = not all(self._all_of(not was_mixed and self._go_back()))
         else:
             live.is_mixed = was_mixed
         return self.refused(path, failed[0])
 
-    def _own(self, path: str, place: WeightsPlace) -> tuple[bool, str]:
+    def _own(self, path: str, location: WeightsLocation) -> tuple[bool, str]:
         """Let SGLang read a checkpoint without relayout."""
-        done, answer = self.load(path, Update(place, None))
+        done, answer = self.load(path, Update(location, None))
         if not done:
             self._config.model_path = self._had_path
         return done, answer
@@ -288,7 +288,7 @@ class _Request:
         try:
             return self._original(path, *self._args, **self._named)
         finally:
-            self._live.update = self._known.place = None
+            self._live.update = self._known.location = None
 
     def _attempt(self, path: str, update: Update | None) -> tuple[bool, str]:
         """Let SGLang load an update, or the current weights if there is none; return an error as the answer.
@@ -310,23 +310,23 @@ class _Request:
     def again(self) -> Update:
         """Return an update that loads the current weights once more."""
         path, deltas = self._has
-        place = WeightsPlace(path, self._is_asked_for)
-        is_converted = self._live.has is not None or (place.is_ours and place.manifest is not None)
-        return Update(self._place(self._had_path), self._open(place, deltas) if is_converted else None)
+        location = WeightsLocation(path, self._is_asked_for)
+        is_converted = self._live.has is not None or (location.is_ours and location.manifest is not None)
+        return Update(self._location(self._had_path), self._open(location, deltas) if is_converted else None)
 
-    def _open(self, place: WeightsPlace, deltas: Sequence[str]) -> RankWeights:
+    def _open(self, location: WeightsLocation, deltas: Sequence[str]) -> RankWeights:
         """Open the weights of a converted folder with deltas applied."""
-        return open_converted(place, deltas, self._known.options, engine_rank(self._config))
+        return open_converted(location, deltas, self._known.options, engine_rank(self._config))
 
-    def _proven(self, path: str, place: WeightsPlace) -> _New:
+    def _verified(self, path: str, location: WeightsLocation) -> _New:
         """Read and verify the weights at a path, on all ranks."""
 
-        def prove(step: PublishedStep | None) -> _New:
+        def verify(step: PublishedStep | None) -> _New:
             with self._collective():
-                return self._prove(path, place, step)
+                return self._verify(path, location, step)
 
-        new = follow(lambda _: self._agreed_step(path), prove, path)
-        if len(contents := set(self._all_of(new.says))) > 1:
+        new = follow(lambda _: self._agreed_step(path), verify, path)
+        if len(contents := set(self._all_of(new.description))) > 1:
             what = f"is not the same for all ranks:{' and'.join(sorted(contents))}"
             raise PlanError(what, path=path, code="option")
         return new
@@ -350,25 +350,25 @@ class _Request:
             raise PlanError(f"{what} that all ranks see", path=root, code="missing")
         return found[-1]
 
-    def _prove(self, path: str, place: WeightsPlace, step: PublishedStep | None) -> _New:
-        content = self._content(path, place, step)
-        where = place if content in (None, (place.source, ())) else WeightsPlace(content[0])
+    def _verify(self, path: str, location: WeightsLocation, step: PublishedStep | None) -> _New:
+        content = self._content(path, location, step)
+        where = location if content in (None, (location.source, ())) else WeightsLocation(content[0])
         shapes, known = shapes_at(where), self._known.shapes
-        check_same_model(known or shapes_at(WeightsPlace(self._has[0])), path, shapes)
+        check_same_model(known or shapes_at(WeightsLocation(self._has[0])), path, shapes)
         if content is None:
-            return _New(Update(place, None), shapes, None)
+            return _New(Update(location, None), shapes, None)
         number = "" if step is None else f", step {step.step}"
-        if (staged := self._staged(path, place, step)) is not None:
-            says = f" relayout: content {staged.content.digest}{number}"
-            return _New(Update(place, None, staged), shapes, content, says)
+        if (staged := self._staged(path, location, step)) is not None:
+            description = f" relayout: content {staged.content.digest}{number}"
+            return _New(Update(location, None, staged), shapes, content, description)
         weights = self._open(where, content[1])
         with about(path=weights.path):
             for _ in weights.stream():  # Compares every slice with its digest.
                 pass
         digest = content_of(read_manifest_blob(weights.opened.source.store))
-        return _New(Update(place, weights), shapes, content, f" relayout: content {digest}{number}")
+        return _New(Update(location, weights), shapes, content, f" relayout: content {digest}{number}")
 
-    def _staged(self, path: str, place: WeightsPlace, step: PublishedStep | None) -> Staged | None:
+    def _staged(self, path: str, location: WeightsLocation, step: PublishedStep | None) -> StagedUpdate | None:
         """Stage an update in memory. None: SGLang must load all or part of the model again."""
         from relayout.loader.requests import MAX_IN_FLIGHT, plan_budget
 
@@ -381,23 +381,23 @@ class _Request:
             return None
         if (has := live.content) is None:
             return None
-        sources = [place.source] if step is None else _chain_of(self._url(_root_of(path)[0]), step, has.digest)
+        sources = [location.source] if step is None else _chain_of(self._url(_root_of(path)[0]), step, has.digest)
         threads = plan_budget(self._known.options.threads, None, MAX_IN_FLIGHT).threads
         staged = live.stage(sources, has, _HELD_NBYTES, threads=threads)
         return None if staged.modules is None or staged.modules else staged
 
-    def _content(self, path: str, place: WeightsPlace, step: PublishedStep | None) -> Sources | None:
+    def _content(self, path: str, location: WeightsLocation, step: PublishedStep | None) -> Sources | None:
         """Return the folder and the deltas that a path stands for; None: the checkpoint is plain."""
         if step is not None:
             full, *others = _chain_of(self._url(_root_of(path)[0]), step, None)
             return full, tuple(others)
-        if _is_delta(place.source):
+        if _is_delta(location.source):
             if self._live.is_mixed:
                 what = "a delta changes what the engine has, and that is a mixture: update it from a folder"
                 raise PlanError(what, path=path, code="unsupported")
             base, deltas = self._has
-            return base, (*deltas, place.source)
-        return None if place.manifest is None else (place.source, ())
+            return base, (*deltas, location.source)
+        return None if location.manifest is None else (location.source, ())
 
     def _collective(self) -> AbstractContextManager[None]:
         return nullcontext() if self._group is None else self._group.collective()
@@ -415,11 +415,11 @@ class _Request:
         return False, f"relayout: weights were not updated, SGLang: {state}: {reason}"
 
 
-def _is_root_or_delta(place: WeightsPlace) -> bool:
+def _is_repository_or_delta(location: WeightsLocation) -> bool:
     """Return True if a place has steps, or a delta, which SGLang itself cannot read. Call after the policy check."""
-    if scheme_of(place.source) is None and not Path(_root_of(place.source)[0]).is_dir():
+    if scheme_of(location.source) is None and not Path(_root_of(location.source)[0]).is_dir():
         return False
-    return _index_of(_root_of(place.source)[0]) is not None or _is_delta(place.source)
+    return _index_of(_root_of(location.source)[0]) is not None or _is_delta(location.source)
 
 
 def _is_delta(url: str) -> bool:

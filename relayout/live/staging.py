@@ -12,8 +12,8 @@ again in the commit.
 
 **Invariants.**
 - `stage` does not write to engine memory. Any error in it leaves the engine unchanged.
-- XOR masks apply only to the weights that they were computed from. `Staged.base` is the digest of these weights, and
-  `check_base` compares it before the first commit.
+- XOR masks apply only to the weights that they were computed from. `StagedUpdate.base` is the digest of these weights,
+  and `check_base` compares it before the first commit.
 - `content` is None whenever the weights are not known: during a commit, after a failed one, and after a reload by
   another loader.
 - The flips of one update have no element in common, so threads may apply them in any order.
@@ -42,16 +42,16 @@ import torch
 
 from relayout.checkpoint.converted import read_manifest_blob
 from relayout.checkpoint.delta import RankState, is_delta, read_deltas
-from relayout.checkpoint.steps import follow, way_to
-from relayout.checkpoint.trust import check_place, policy_of
-from relayout.core.digests import Hash, new_digest
+from relayout.checkpoint.step_chain import chain_to, follow
+from relayout.checkpoint.trust import check_signers, policy_of
+from relayout.core.digests import Hash, new_xxh3
 from relayout.core.workers import check_stop, current_stop, each
-from relayout.engines.load import EngineRank, WeightsPlace, open_converted, source_url
+from relayout.engines.load import EngineRank, WeightsLocation, open_converted, source_url
 from relayout.engines.rank_weights import EngineOptions, RankWeights, listed
 from relayout.errors import PlanError, about
 from relayout.format.manifest import content_of
-from relayout.format.steps import step_of
-from relayout.live.recording import Recorded
+from relayout.format.steps_index import step_of
+from relayout.live.recording import SliceLocations
 from relayout.live.views import View
 from relayout.loader.backends.base import kind_of
 from relayout.loader.backends.cuda import pin
@@ -138,7 +138,7 @@ class Flips:
 
     memory: int
     """The number of the storage."""
-    places: npt.NDArray[np.integer]
+    indices: npt.NDArray[np.integer]
     """The indices of the elements, counted from the start of the storage. None occurs twice."""
     bits: npt.NDArray[np.unsignedinteger]
     """The XOR mask of each element."""
@@ -146,13 +146,13 @@ class Flips:
     @property
     def nbytes(self) -> int:
         """Bytes of host memory."""
-        return self.places.nbytes + self.bits.nbytes
+        return self.indices.nbytes + self.bits.nbytes
 
     def shares(self) -> Iterator[Flips]:
         """Yield the parts that threads apply at the same time."""
         for first in range(0, len(self.bits), _SHARE):
             part = slice(first, first + _SHARE)
-            yield replace(self, places=self.places[part], bits=self.bits[part])
+            yield replace(self, indices=self.indices[part], bits=self.bits[part])
 
     def apply(self, numbers: torch.Tensor) -> None:
         """Apply the masks to a storage, given as integers of the elements' width. A device receives them in parts."""
@@ -160,18 +160,18 @@ class Flips:
             memory = numbers.numpy().view(self.bits.dtype)
             for first in range(0, len(self.bits), _AT_ONCE):
                 part = slice(first, first + _AT_ONCE)
-                memory[self.places[part].astype(np.intp)] ^= self.bits[part]
+                memory[self.indices[part].astype(np.intp)] ^= self.bits[part]
             return
         signed = self.bits.view(f"i{self.bits.itemsize}" if self.bits.itemsize > 1 else "u1")
         for first in range(0, len(signed), _TRAVELLING):
             part = slice(first, first + _TRAVELLING)
-            places = torch.from_numpy(self.places[part]).to(numbers.device).long()
+            indices = torch.from_numpy(self.indices[part]).to(numbers.device).long()
             bits = torch.from_numpy(signed[part]).to(numbers.device)
-            numbers.index_put_((places,), numbers[places] ^ bits)
+            numbers.index_put_((indices,), numbers[indices] ^ bits)
 
 
 @dataclass(frozen=True, slots=True, weakref_slot=True)
-class Staged:
+class StagedUpdate:
     """New weights for an engine, read and verified."""
 
     base: str | None
@@ -198,7 +198,7 @@ class Staged:
 
     def pin(self, device: torch.device) -> bool:
         """Pin the held memory for copies to a CUDA device; return True if all of it is pinned."""
-        memory = [(array.ctypes.data, array.nbytes) for one in self.flips for array in (one.places, one.bits)]
+        memory = [(array.ctypes.data, array.nbytes) for one in self.flips for array in (one.indices, one.bits)]
         of_storage: defaultdict[int, list[torch.Tensor]] = defaultdict(list)
         for _, tensor in self.held or ():
             local = _local(tensor)
@@ -217,14 +217,14 @@ class Staged:
 
 
 @dataclass(frozen=True, slots=True)
-class Attested:
+class Attestation:
     """The result of comparing a worker's parameters with digests."""
 
     content: str
     """The digest of relayout.json of the worker's weights."""
-    proven: int
+    verified: int
     """Number of slices whose elements in the parameters have the slice's digest."""
-    unproven: tuple[str, ...]
+    unverified: tuple[str, ...]
     """Slices that the engine has transformed, or whose digest is not known."""
     difference: str | None
     """The first slice that differs; None: no slice differs."""
@@ -233,7 +233,7 @@ class Attested:
 class LiveWeights:
     """The weights of one worker of an engine. One thread may stage at a time; nothing else runs during a commit."""
 
-    def __init__(self, recorded: Recorded, engine: EngineRank, options: EngineOptions, content: Content) -> None:
+    def __init__(self, recorded: SliceLocations, engine: EngineRank, options: EngineOptions, content: Content) -> None:
         self.recorded = recorded
         self._engine, self._options = engine, options
         self.first = content
@@ -254,7 +254,7 @@ class LiveWeights:
         if any(memory.expired() for memory in self.recorded.memories.values()):  # type: ignore[no-untyped-call]
             return None
         numbers = _Numbers(self.recorded)
-        found = [numbers.of(memory, width)[places].view(torch.uint8) for (memory, width), places in self._samples]
+        found = [numbers.of(memory, width)[indices].view(torch.uint8) for (memory, width), indices in self._samples]
         return torch.cat(found).cpu().numpy().tobytes() if found else b""
 
     def known_content(self) -> Content:
@@ -272,7 +272,7 @@ class LiveWeights:
         *,
         step: int | None = None,
         threads: int = 1,
-    ) -> Staged:
+    ) -> StagedUpdate:
         """Read and verify new weights; `core.workers.heeding` lets another thread stop it.
 
         Args:
@@ -282,23 +282,23 @@ class LiveWeights:
             memory: the most bytes of host memory that may be held afterwards.
             step: the step of a step repository; None: the newest.
         """
-        staged = self._stage_way(sources, before, memory, step, threads)
+        staged = self._stage_chain(sources, before, memory, step, threads)
         device = torch.device(self._engine.device)
         if kind_of(device) == "cuda" and not staged.pin(device):
             self._engine.logger.warning("relayout: staged bytes cannot be pinned: the commit takes longer")
         return staged
 
-    def _stage_way(
+    def _stage_chain(
         self, sources: Sequence[str], before: Content | None, memory: int, step: int | None, threads: int
-    ) -> Staged:
+    ) -> StagedUpdate:
         """Stage the chain from the engine's content, or another chain if files of the first were deleted meanwhile."""
         have = None if before is None else before.digest
 
         def find(has: bool) -> Sequence[str] | None:
             is_place = len(sources) == 1 and scheme_of(source_url(sources[0], None)) != "hf"
-            return way_to(sources[0], have if has else None, step) if is_place else None
+            return chain_to(sources[0], have if has else None, step) if is_place else None
 
-        def stage(way: Sequence[str] | None) -> Staged:
+        def stage(way: Sequence[str] | None) -> StagedUpdate:
             if way and step is None:
                 self._check_goes_on(way[-1])
             return self._stage(sources if way is None else way, before, memory, threads)
@@ -315,19 +315,19 @@ class LiveWeights:
             what = f"its newest step is {new}, and the engine has step {old}: name the step to go back to"
             raise PlanError(what, path=newest, code="mismatch")
 
-    def _stage(self, sources: Sequence[str], before: Content | None, memory: int, threads: int) -> Staged:
+    def _stage(self, sources: Sequence[str], before: Content | None, memory: int, threads: int) -> StagedUpdate:
         for source in sources:  # Before the first request to it.
-            check_place(source)
+            check_signers(source)
         # This rank's table determines the changes, and has no entry for slices of other ranks.
         if others := set(self.recorded.views).difference(self.first.columns.names):
             what = f"{self._engine.name} uses parts of {listed(sorted(others))} that its rank does not hold"
             raise PlanError(f"{what}, which cannot be updated: start it again", code="unsupported")
         if not sources:  # The engine has this step.
             has = before or self.known_content()
-            return Staged(has.digest, has, (), None, (), frozenset(), None, None)
+            return StagedUpdate(has.digest, has, (), None, (), frozenset(), None, None)
         folders = [number for number, source in enumerate(sources) if not is_delta(source)]
         for number in folders:
-            WeightsPlace(source_url(sources[number], None)).check_policy()
+            WeightsLocation(source_url(sources[number], None)).check_policy()
         if folders:
             path, deltas = sources[folders[-1]], tuple(sources[folders[-1] + 1 :])
             return self._stage_whole(path, deltas, before, memory)
@@ -338,7 +338,7 @@ class LiveWeights:
 
     def _stage_deltas(
         self, sources: Sequence[str], before: Content, state: RankState, memory: int, threads: int
-    ) -> Staged:
+    ) -> StagedUpdate:
         recorded, found = self.recorded, list(read_deltas(sources, policy_of(None)))
         names = {*recorded.views, *recorded.reloaded}
         changes = RankChanges.of(found, state, "what the engine has", names)
@@ -356,10 +356,10 @@ class LiveWeights:
             flips, left = decoded.flips(), [] if decoded.is_complete else batches
         held = None if tensors is None else _held(tensors, memory - sum(one.nbytes for one in flips))
         content = replace(before, deltas=deltas, digest=changes.state.content, state=changes.state)
-        return Staged(before.digest, content, flips, changes, left, modules, tensors, held)
+        return StagedUpdate(before.digest, content, flips, changes, left, modules, tensors, held)
 
-    def _stage_whole(self, path: str, deltas: tuple[str, ...], before: Content | None, memory: int) -> Staged:
-        weights, recorded = open_converted(WeightsPlace(path), deltas, self._options, self._engine), self.recorded
+    def _stage_whole(self, path: str, deltas: tuple[str, ...], before: Content | None, memory: int) -> StagedUpdate:
+        weights, recorded = open_converted(WeightsLocation(path), deltas, self._options, self._engine), self.recorded
         content = Content.of(weights)
         self.first.check_same_layout(content, path)
         used = {*recorded.views, *recorded.reloaded}
@@ -370,7 +370,7 @@ class LiveWeights:
         self._check_loaded_again(modules)
         tensors = self._weights(path, deltas, changed.intersection(recorded.views) | recorded.slices_of(modules))
         base = None if before is None else before.digest
-        return Staged(base, content, (), None, (), modules, tensors, _held(tensors, memory))
+        return StagedUpdate(base, content, (), None, (), modules, tensors, _held(tensors, memory))
 
     def _check_loaded_again(self, modules: frozenset[str] | None) -> None:
         """Check that the engine can load modules again."""
@@ -384,9 +384,11 @@ class LiveWeights:
         """Return these slices of a folder with deltas applied, with every byte verified."""
         engine = self._engine
         only = replace(engine, is_skipped=lambda name: name not in names or engine.is_skipped(name))
-        return replace(open_converted(WeightsPlace(path), deltas, self._options, only), device="cpu", small_first=True)
+        return replace(
+            open_converted(WeightsLocation(path), deltas, self._options, only), device="cpu", small_first=True
+        )
 
-    def rehearse(self, staged: Staged, model: torch.nn.Module, rehearse: Reload) -> None:
+    def rehearse(self, staged: StagedUpdate, model: torch.nn.Module, rehearse: Reload) -> None:
         """Call `rehearse` with the modules and slices that `commit` would let the engine load again, if any.
 
         Slices that are not held come without values.
@@ -400,7 +402,7 @@ class LiveWeights:
             held = staged.tensors.without_values() if staged.held is None else staged.held
             rehearse(modules, (one for one in staged.tensors.deliver(held) if one[0] in again))
 
-    def _modules(self, staged: Staged) -> Modules:
+    def _modules(self, staged: StagedUpdate) -> Modules:
         """Return the modules that the engine loads again, without modules that existed only during the load."""
         if staged.modules is None:
             return None
@@ -429,7 +431,7 @@ class LiveWeights:
             self._engine.logger.warning("relayout: the engine's memory has other weights than were put there")
             self.content = None
 
-    def check_base(self, staged: Sequence[Staged]) -> None:
+    def check_base(self, staged: Sequence[StagedUpdate]) -> None:
         """Check, before the first commit, that the engine has the content that each update was staged for."""
         has = None if self.content is None else self.content.digest
         for one in staged:
@@ -438,7 +440,7 @@ class LiveWeights:
                 raise PlanError(f"the staged update {what}: stage it again", code="mismatch")
             has = one.content.digest
 
-    def commit(self, staged: Staged, reload: Reload) -> None:
+    def commit(self, staged: StagedUpdate, reload: Reload) -> None:
         """Write the new weights to the engine. After an error its weights are a mixture."""
         numbers, self.content = _Numbers(self.recorded), None
         targets = [(flips, numbers.of(flips.memory, flips.bits.itemsize)) for flips in staged.flips]
@@ -464,7 +466,7 @@ class LiveWeights:
         self._left = self._look()
         self.content = staged.content
 
-    def _take(self, staged: Staged, numbers: _Numbers, reload: Reload) -> None:
+    def _take(self, staged: StagedUpdate, numbers: _Numbers, reload: Reload) -> None:
         """Give whole slices to the engine; copy those that lie unchanged in parameters there directly."""
         assert staged.tensors is not None
         views, again = self.recorded.views, self.recorded.slices_of(staged.modules)
@@ -487,30 +489,30 @@ class LiveWeights:
             for _ in others():
                 raise AssertionError("nothing is loaded again")
 
-    def attest(self) -> Attested:
+    def attest(self) -> Attestation:
         """Compare the parameters with the digests of the weights that the worker should have."""
         content, recorded = self.known_content(), self.recorded
         digests = content.digests
-        unproven = list(recorded.reloaded)
-        proven, difference = 0, None
+        unverified = list(recorded.reloaded)
+        verified, difference = 0, None
         numbers = _Numbers(recorded)
         sizes = dict(zip(content.columns.names, content.columns.sizes(), strict=True))
         for name, views in recorded.views.items():
             digest = digests.get(name)
             is_same = None if digest is None else _has_digest(views, sizes[name], numbers, content, digest)
             if is_same is None:
-                unproven.append(name)
+                unverified.append(name)
             elif is_same:
-                proven += 1
+                verified += 1
             else:
                 difference = difference or name
-        return Attested(content.digest, proven, tuple(sorted(unproven)), difference)
+        return Attestation(content.digest, verified, tuple(sorted(unverified)), difference)
 
 
 class _Decoded:
     """Decoded deltas, held until they exceed a limit. Several threads may call `hold`."""
 
-    def __init__(self, recorded: Recorded, limit: int) -> None:
+    def __init__(self, recorded: SliceLocations, limit: int) -> None:
         self._recorded, self._limit, self._lock = recorded, limit, threading.Lock()
         self._flips: defaultdict[tuple[int, object, object], list[Flips]] = defaultdict(list)
         """The held changes, by storage and by the dtypes of indices and masks."""
@@ -531,7 +533,7 @@ class _Decoded:
                 self._nbytes += flips.nbytes
                 self.is_complete &= self._nbytes <= self._limit
                 if self.is_complete:
-                    self._flips[flips.memory, flips.places.dtype, flips.bits.dtype].append(flips)
+                    self._flips[flips.memory, flips.indices.dtype, flips.bits.dtype].append(flips)
                 else:
                     self._flips.clear()
 
@@ -543,15 +545,15 @@ class _Decoded:
         joined = []
         while self._flips:
             (memory, *_), parts = self._flips.popitem()
-            places, bits = ([getattr(one, of) for one in parts] for of in ("places", "bits"))
-            joined.append(Flips(memory, np.concatenate(places), np.concatenate(bits)))
+            indices, bits = ([getattr(one, of) for one in parts] for of in ("places", "bits"))
+            joined.append(Flips(memory, np.concatenate(indices), np.concatenate(bits)))
         return joined
 
 
 class _Numbers:
     """The storages of views, as writable integer tensors."""
 
-    def __init__(self, recorded: Recorded) -> None:
+    def __init__(self, recorded: SliceLocations) -> None:
         self._recorded = recorded
         self._found: dict[tuple[int, int], torch.Tensor] = {}
         self._pinned: torch.Tensor | None = None
@@ -576,7 +578,7 @@ class _Numbers:
         return piece.contiguous().cpu().numpy().data.cast("B")
 
 
-def _samples_of(recorded: Recorded) -> list[tuple[tuple[int, int], torch.Tensor]]:
+def _samples_of(recorded: SliceLocations) -> list[tuple[tuple[int, int], torch.Tensor]]:
     """Return sample indices spread over the views of each storage, with its number and the bytes of an element."""
     of_memory: defaultdict[tuple[int, int], list[View]] = defaultdict(list)
     for view in chain.from_iterable(recorded.views.values()):
@@ -585,12 +587,12 @@ def _samples_of(recorded: Recorded) -> list[tuple[tuple[int, int], torch.Tensor]
     for key, views in of_memory.items():
         chosen = views[:: -(-len(views) // _NUM_SAMPLES)]
         count = _NUM_SAMPLES // len(chosen)
-        places = [view.place(at * view.num_elements // count) for view in chosen for at in range(count)]
-        samples.append((key, torch.tensor(places)))
+        indices = [view.place(at * view.num_elements // count) for view in chosen for at in range(count)]
+        samples.append((key, torch.tensor(indices)))
     return samples
 
 
-def _flips_of(piece: ChangedPiece, buffer: Buffer, recorded: Recorded) -> Iterator[tuple[str, Flips | None]]:
+def _flips_of(piece: ChangedPiece, buffer: Buffer, recorded: SliceLocations) -> Iterator[tuple[str, Flips | None]]:
     """Yield the changes of each slice in a piece; None in place of the changes: the slice is loaded again."""
     views_of = [recorded.views.get(part.name) for part in piece.parts]
     widths = [None if views is None else views[0].itemsize for views in views_of]
@@ -603,10 +605,10 @@ def _flips_of(piece: ChangedPiece, buffer: Buffer, recorded: Recorded) -> Iterat
         numbers = changed + part.offset // views[0].itemsize
         for view in views:
             if len(numbers) and view.source <= numbers[-1] and numbers[0] < view.end:
-                has, places = view.places(numbers)
-                if len(places):
+                has, indices = view.indices(numbers)
+                if len(indices):
                     is_short = view.target_end < 2**31
-                    yield part.name, Flips(view.memory, places.astype(np.int32) if is_short else places, bits[has])
+                    yield part.name, Flips(view.memory, indices.astype(np.int32) if is_short else indices, bits[has])
 
 
 def _held(tensors: RankWeights, memory: int) -> list[tuple[str, torch.Tensor]] | None:
@@ -629,7 +631,7 @@ def _has_digest(views: Sequence[View], nbytes: int, numbers: _Numbers, content: 
     count = nbytes // views[0].itemsize
     left = sorted(views, key=lambda view: view.source)
     while left:
-        found, end = new_digest(), 0
+        found, end = new_xxh3(), 0
         for view in tuple(left):
             if view.source == end and view.num_elements == view.end - view.source:
                 left.remove(view)

@@ -17,7 +17,7 @@ import numpy.typing as npt
 if TYPE_CHECKING:
     from relayout.core.aten import Geometry
 
-Places: TypeAlias = npt.NDArray[np.int64]
+Indices: TypeAlias = npt.NDArray[np.int64]
 """Indices of elements: in a dense row-major slice, or in a storage, from its start."""
 
 _Axis: TypeAlias = tuple[int, int, int]
@@ -69,7 +69,7 @@ class View:
         """The index after the view's last element in the storage."""
         return self.target + 1 + sum((count - 1) * step for count, _, step in self.axes)
 
-    def places(self, elements: Places) -> tuple[npt.NDArray[np.bool_] | slice, Places]:
+    def indices(self, elements: Indices) -> tuple[npt.NDArray[np.bool_] | slice, Indices]:
         """Return a mask (or range) of those elements of the slice that the view has, and their indices in the storage.
 
         Args:
@@ -80,13 +80,13 @@ class View:
             return slice(int(first), int(last)), elements[first:last] + (self.target - self.source)
         rest = elements - self.source
         has = rest >= 0
-        places = np.full(len(elements), self.target, np.int64)
+        indices = np.full(len(elements), self.target, np.int64)
         for count, step, target_step in self.axes:
             index, rest = np.divmod(rest, step)
             has &= index < count
-            places += index * target_step
+            indices += index * target_step
         has &= rest == 0
-        return has, places[has]
+        return has, indices[has]
 
     def place(self, index: int) -> int:
         """Return the storage index of one element of the view; elements are counted in the order of the slice."""

@@ -22,7 +22,7 @@ from typing import TYPE_CHECKING, Any, NoReturn
 from relayout.core.arguments import integer, size
 from relayout.core.workers import Stop, Stopped, check_stop, heeding
 from relayout.engines import vllm
-from relayout.engines.load import MODELS, ByModel, Weights, WeightsPlace
+from relayout.engines.load import MODELS, ByModel, Weights, WeightsLocation
 from relayout.engines.vllm import FORMAT, VllmLoader
 from relayout.errors import PlanError, shown
 
@@ -30,7 +30,7 @@ if TYPE_CHECKING:
     import torch
 
     from relayout.engines.rank_weights import RankWeights
-    from relayout.live.staging import Content, LiveWeights, Modules, Staged
+    from relayout.live.staging import Content, LiveWeights, Modules, StagedUpdate
 
 LIVE: ByModel[LiveWeights] = ByModel()
 """The weights of models that may change."""
@@ -67,16 +67,16 @@ class LiveLoader(VllmLoader):
         LIVE.forget(model)
         super().load_weights(model, model_config)
 
-    def _given(self, weights: Weights, place: WeightsPlace, model: Any) -> Iterator[tuple[str, torch.Tensor]]:
-        tensors, engine = super()._given(weights, place, model), weights.engine
-        if self._until_processed is None or engine.is_draft or place.manifest is None or not _may_change():
+    def _given(self, weights: Weights, location: WeightsLocation, model: Any) -> Iterator[tuple[str, torch.Tensor]]:
+        tensors, engine = super()._given(weights, location, model), weights.engine
+        if self._until_processed is None or engine.is_draft or location.manifest is None or not _may_change():
             return tensors
         from relayout.live.recording import Recording
         from relayout.live.staging import Content, LiveWeights
         from relayout.live.vllm_reload import loader_of, note_defaults
 
         known = MODELS.of(model)
-        if known is not None and known.marks is not None:
+        if known is not None and known.sentinels is not None:
             note_defaults(model)
         recording, opened = Recording(model, loader_of), weights.delivery.weights
 
@@ -188,7 +188,7 @@ class _Staging:
         """
         self.sources, self._step = update.sources, update.step
         self._canceled, self._stop = canceled, Stop()
-        self.staged: Staged | None = None
+        self.staged: StagedUpdate | None = None
         """The staged weights; None: not read yet, or canceled."""
         self.error: Exception | None = None
         self._live, self._before, self._memory = live, before, memory
@@ -200,7 +200,7 @@ class _Staging:
         """True once everything was read, or an error was raised."""
         return self._ended.is_set()
 
-    def wait(self, seconds: float) -> Staged:
+    def wait(self, seconds: float) -> StagedUpdate:
         """Wait for the staged weights and return them."""
         if not self._ended.wait(max(0.0, seconds)):
             raise TimeoutError(f"{', '.join(self.sources)} is still being read")
@@ -364,7 +364,7 @@ class TransferEngine:
                 reset()
         _LOGGER.info("relayout: the engine has %s: %.2f s", staged[-1].content.digest, time.monotonic() - started)
 
-    def _staged(self) -> list[Staged]:
+    def _staged(self) -> list[StagedUpdate]:
         """Return the staged weights of this session, checked and rehearsed."""
         from relayout.live.vllm_reload import rehearse
 
@@ -418,8 +418,8 @@ class TransferEngine:
         """Compare this worker's parameters with digests; `collective_rpc` calls it as `relayout_attest`.
 
         Returns:
-            `content`, the digest of relayout.json of the worker's weights; the number of slices that are `proven`; the
-            names of those that are `unproven`, because vLLM has transformed them; the first one that differs, as
+            `content`, the digest of relayout.json of the worker's weights; the number of slices that are `verified`;
+            the names of those that are `unverified`, because vLLM has transformed them; the first one that differs, as
             `difference`; or an `error`.
         """
         try:

@@ -105,7 +105,7 @@ def elements_along(part: Slice, axis: int, size: int) -> tuple[Range, ...]:
 
 
 @dataclass(frozen=True, slots=True)
-class Fitted:
+class FittedPlan:
     """A plan that fits, and the tensors without a fitting rule."""
 
     family: Family
@@ -119,7 +119,7 @@ class Fitted:
         return as_toml(self.family, *comments, *heading, *listed)
 
 
-def fit(examples: Sequence[Example], held_out: Iterable[int] = ()) -> Fitted:
+def fit(examples: Sequence[Example], held_out: Iterable[int] = ()) -> FittedPlan:
     """Return rules that reproduce the observed slices at all degrees.
 
     Rules are derived without the held-out degrees. A rule that the held-out degrees contradict is not replaced by
@@ -156,7 +156,7 @@ class _Fitter:
         self._sizes = [Sizes(self._sources, example.checkpoint.config) for example in examples]
         self._vocabularies = [config.get("vocab_size") for config in configs]
 
-    def fit(self) -> Fitted:
+    def fit(self) -> FittedPlan:
         """Return a plan, with the tensors that no rule fits."""
         rules: list[Rule] = []
         unmatched: dict[str, str] = {}
@@ -187,7 +187,7 @@ class _Fitter:
             experts_each=tuple(sorted(each)),
             experts_stacked=tuple(sorted(stacked)),
         )
-        return Fitted(family, unmatched)
+        return FittedPlan(family, unmatched)
 
     def _groups(self) -> dict[str, list[_Observed]]:
         """Return the tensors, grouped by names that differ only in numbers."""

@@ -113,7 +113,7 @@ def observe(
         checkpoint, rejects it at this degree, or its class does something that cannot be observed.
     """
     with TemporaryDirectory(prefix="relayout-observe-") as scratch:
-        write_stand_in(checkpoint, Path(scratch))
+        write_stub(checkpoint, Path(scratch))
         job = {
             "engine": engine,
             "folder": scratch,
@@ -213,7 +213,7 @@ def _is_empty(part: Slice) -> bool:
     return any(not ranges for _, ranges in part.by_axis or ())
 
 
-def write_stand_in(checkpoint: SourceCheckpoint, folder: Path) -> None:
+def write_stub(checkpoint: SourceCheckpoint, folder: Path) -> None:
     """Write a folder that looks like the checkpoint, with holes instead of weights.
 
     Engines recognize the format of Mistral, which has its configuration in params.json, by the name of the weight file.

@@ -25,9 +25,9 @@ def start() -> str:
     os.environ["CUDA_VISIBLE_DEVICES"] = ""
     os.environ.setdefault("HF_HUB_OFFLINE", "1")
     os.environ["SGLANG_USE_MESSAGE_QUEUE_BROADCASTER"] = "0"  # The broadcaster would wait for the other ranks.
-    from relayout.observe.sglang_stand_ins import stand_in_functions, stand_in_packages
+    from relayout.observe.sglang_stubs import stub_functions, stub_packages
 
-    stand_in_packages()
+    stub_packages()
     import sglang
     import sglang.srt.model_loader.loader
     from sglang.srt.models.registry import ModelRegistry
@@ -35,7 +35,7 @@ def start() -> str:
     import relayout.observe.tracing  # noqa: F401  # Imported once here instead of in each fork.
 
     ModelRegistry.get_supported_archs()
-    stand_in_functions()
+    stub_functions()
     return str(sglang.__version__)
 
 
@@ -70,7 +70,7 @@ def observe_rank(job: ObservationJob, config: Any, rank: int) -> JsonObject:
     """Return the slices that one rank loads, in JSON, or `error`. Turns this process into that rank."""
     from sglang.srt.configs.model_config import ModelConfig
 
-    from relayout.observe.sglang_stand_ins import start_rank
+    from relayout.observe.sglang_stubs import start_rank
 
     try:
         start_rank(config, rank)
@@ -121,7 +121,7 @@ def build(model_config: Any, rank: int) -> Any:
     from sglang.srt.model_loader import loader
     from sglang.srt.model_loader.utils import set_default_torch_dtype
 
-    from relayout.observe.stand_ins import WithoutMemory
+    from relayout.observe.stubs import WithoutMemory
 
     load_config = LoadConfig(load_format="auto", tp_rank=rank)
     quantization = loader._get_quantization_config(model_config, load_config)

@@ -39,22 +39,22 @@ def configuration(job: ObservationJob) -> Any:
     from vllm.engine.arg_utils import EngineArgs
 
     import relayout.observe.tracing  # noqa: F401  # Imported once here instead of in each fork.
-    from relayout.observe.stand_ins import (
-        stand_in_devices,
-        stand_in_inputs,
-        stand_in_kernels,
-        stand_in_modules,
-        stand_in_quantization,
+    from relayout.observe.stubs import (
+        stub_devices,
+        stub_inputs,
+        stub_kernels,
+        stub_modules,
+        stub_quantization,
     )
 
-    stand_in_modules()
+    stub_modules()
     file = Path(job.folder, "config.json")
-    stand_in_quantization(json.loads(file.read_text()).get("model_type") if file.exists() else None)
+    stub_quantization(json.loads(file.read_text()).get("model_type") if file.exists() else None)
     # vLLM inspects a class in a separate process, to avoid starting CUDA. This process is already separate.
     registry._run_in_subprocess = lambda function: function()
     # This check selects one of vLLM's runners by the machine. The runner does not matter here.
     VllmConfig._validate_v1_model_runner = lambda self: None
-    stand_in_inputs()
+    stub_inputs()
     config = EngineArgs(
         model=job.folder,
         tensor_parallel_size=job.tp,
@@ -68,9 +68,9 @@ def configuration(job: ObservationJob) -> Any:
         limit_mm_per_prompt={},
     ).create_engine_config()
     _import_class(config)
-    stand_in_devices()
+    stub_devices()
     _import_class(config)  # Some classes can be imported only after the stubs are installed.
-    stand_in_kernels()
+    stub_kernels()
     return config
 
 
@@ -84,7 +84,7 @@ def _import_class(config: Any) -> None:
 
 def observe_rank(job: ObservationJob, config: Any, rank: int) -> JsonObject:
     """Return the slices that one rank loads, in JSON, or `error`. Turns this process into that rank."""
-    from relayout.observe.stand_ins import fake_rank
+    from relayout.observe.stubs import fake_rank
 
     fake_rank(rank, job.tp, job.expert_parallel)
     config.parallel_config.rank = rank
@@ -124,7 +124,7 @@ def build(config: Any, model_config: Any) -> Any:
     from vllm.model_executor.model_loader.utils import initialize_model
     from vllm.utils.torch_utils import set_default_torch_dtype
 
-    from relayout.observe.stand_ins import WithoutMemory, stand_in_tokenizers
+    from relayout.observe.stubs import WithoutMemory, stub_tokenizers
 
     config.compilation_config.static_forward_context.clear()
     with (
@@ -132,7 +132,7 @@ def build(config: Any, model_config: Any) -> Any:
         set_default_torch_dtype(model_config.dtype),
         torch.device("cpu"),
         WithoutMemory(),
-        stand_in_tokenizers(),
+        stub_tokenizers(),
     ):
         return initialize_model(vllm_config=config, model_config=model_config)
 

@@ -492,7 +492,7 @@ def recorded_plan(checkpoint: PlannedCheckpoint, record: SourceRecord, num_ranks
     """
     if num_ranks == 1:
         return plan_by(checkpoint, 1, None)
-    return _apply_recorded(proven_rules(checkpoint, record), checkpoint, record, num_ranks)
+    return _apply_recorded(verified_rules(checkpoint, record), checkpoint, record, num_ranks)
 
 
 def recorded_rules(root: object, record: SourceRecord) -> Family:
@@ -522,7 +522,7 @@ def recorded_rules(root: object, record: SourceRecord) -> Family:
     return parse_rules(record.plan.rules, rules, record.plan.name, record.plan.origin)
 
 
-def proven_rules(checkpoint: PlannedCheckpoint, record: SourceRecord) -> Family:
+def verified_rules(checkpoint: PlannedCheckpoint, record: SourceRecord) -> Family:
     """Return the rules of a source record, after checking that they reproduce the stored cuts at its own degree."""
     options, where = record.options, str(checkpoint.root)
     family = recorded_rules(where, record)

@@ -30,7 +30,7 @@ from dataclasses import asdict, dataclass
 from itertools import chain
 from pathlib import Path
 
-from relayout.core.digests import digest_hex
+from relayout.core.digests import xxh3_hex
 from relayout.core.workers import Stopped
 from relayout.errors import FormatError, PlanError, RelayoutError, readable, shown
 from relayout.publish.claim import (
@@ -48,10 +48,10 @@ from relayout.publish.claim import (
     read_claim,
     release,
 )
-from relayout.publish.output import LocalOutput, Replaceable, Work, check_space, first_of, kept_note
+from relayout.publish.output import LocalOutput, OutputKind, OutputSpec, check_space, first_of, kept_note
 from relayout.storage.cloud.part_copies import PartCopies
 from relayout.storage.cloud.store import CloudStore, Version, WritableClient
-from relayout.storage.local.descriptors import HeldLock, OpenFolder, take_lock
+from relayout.storage.local.descriptors import FileLock, OpenFolder, take_lock
 from relayout.storage.local.store import OutputFile
 from relayout.storage.stores import Modes, RequestError, Store
 
@@ -82,7 +82,7 @@ class BucketPublisher:
             raise PlanError(what, path=str(store), code="option")
         return BucketPublisher(Prefix(store.client, store.prefix, store))
 
-    def check(self, source: Store, older: Replaceable, *, force: bool) -> None:
+    def check(self, source: Store, older: OutputKind, *, force: bool) -> None:
         own, other = f"{self.prefix}/", f"{source}/"
         if own == other:
             raise PlanError("is the source itself; choose another prefix", path=str(self.prefix), code="exists")
@@ -94,11 +94,11 @@ class BucketPublisher:
         check_vacant(self.prefix, older, read_claim(self.prefix)[0], force=force)
 
     def begin(
-        self, older: Replaceable, work: Work, *, force: bool, gathers: bool = False
+        self, older: OutputKind, work: OutputSpec, *, force: bool, gathers: bool = False
     ) -> AbstractContextManager[BucketOutput]:
         return begin(self.prefix, older, work, force=force, gathers=gathers)
 
-    def begin_part(self, older: Replaceable, work: Work, *, force: bool) -> AbstractContextManager[BucketOutput]:
+    def begin_part(self, older: OutputKind, work: OutputSpec, *, force: bool) -> AbstractContextManager[BucketOutput]:
         return begin(self.prefix, older, work, force=force, publishes=False)
 
     def replace(self, name: str, expected: bytes | None, content: bytes) -> None:
@@ -107,13 +107,13 @@ class BucketPublisher:
     def add(self, name: str, content: bytes) -> None:
         self.prefix.put(name, content, replaced=True)
 
-    def remove(self, older: Replaceable) -> None:
+    def remove(self, older: OutputKind) -> None:
         remove_output(self.prefix, older)
 
 
 @contextmanager
 def begin(
-    prefix: Prefix, older: Replaceable, work: Work, *, force: bool, publishes: bool = True, gathers: bool = False
+    prefix: Prefix, older: OutputKind, work: OutputSpec, *, force: bool, publishes: bool = True, gathers: bool = False
 ) -> Iterator[BucketOutput]:
     """Claim a prefix, and yield the output there, which is published at the end if `publishes`.
 
@@ -157,7 +157,7 @@ def begin(
             files.folder.close()
 
 
-def remove_output(prefix: Prefix, older: Replaceable) -> None:
+def remove_output(prefix: Prefix, older: OutputKind) -> None:
     """Delete an output and the remains of an unfinished one; see `StorePublisher.remove`.
 
     Only objects named by a claim, or by the records of the output, are deleted. Their names are written to a claim
@@ -250,7 +250,7 @@ class BucketOutput(ScratchOutput):
         """True if this process publishes the output. Otherwise all files that it writes belong to parts."""
         self._marker = marker
         self._claim = claim
-        self.mark = claim.mark
+        self.suffix = claim.suffix
         self._older = prefix.load(marker, MAX_NBYTES) if marker in claim.older else None
         """Content and version of the older output's marker. None: no older output is replaced."""
         self._parts: dict[str, Part] = {}
@@ -277,7 +277,7 @@ class BucketOutput(ScratchOutput):
     def head(self, name: str, head: bytes, nbytes: int) -> None:
         self._scratch.head(name, head, nbytes)
         with self._lock:
-            self._complete[name] = Sent(nbytes, "", digest_hex(head), len(head))
+            self._complete[name] = Sent(nbytes, "", xxh3_hex(head), len(head))
 
     def put(self, name: str, pieces: Iterable[bytes], mode: int | None = None) -> None:
         begun, rest = bytearray(), iter(pieces)
@@ -301,7 +301,7 @@ class BucketOutput(ScratchOutput):
         else:
             with file.open("rb") as stream:
                 start = stream.read(_SMALL_NBYTES)
-            self._sent[name] = self._upload(name, Sent(file.stat().st_size, "", digest_hex(start), len(start)), 1)
+            self._sent[name] = self._upload(name, Sent(file.stat().st_size, "", xxh3_hex(start), len(start)), 1)
         self._scratch.remove(name)
 
     # Parts.
@@ -317,7 +317,7 @@ class BucketOutput(ScratchOutput):
         changed = {
             one: sent for one, sent in found.files.items() if not is_version(sent.version, self._listed.get(one))
         }
-        if not all(in_parallel(lambda file: self._prefix.proves(*file), changed.items())):
+        if not all(in_parallel(lambda file: self._prefix.is_stored(*file), changed.items())):
             return None
         self._parts[part] = found
         return found.notes
@@ -369,7 +369,7 @@ class BucketOutput(ScratchOutput):
             if version is None:
                 version = client.upload(full, path, num_streams, self._check_going_on)
         except RequestError:
-            if not self._prefix.proves(name, file):  # The answer may have been lost.
+            if not self._prefix.is_stored(name, file):  # The answer may have been lost.
                 raise
             version = {}
         os.truncate(path, 0)  # The file may still be open.
@@ -416,7 +416,7 @@ class BucketOutput(ScratchOutput):
 
     def _create(self, name: str, content: bytes) -> None:
         """Write a file with a fixed name: create it, or replace an object that the claim took over."""
-        sent = Sent(len(content), "", digest_hex(content), len(content))
+        sent = Sent(len(content), "", xxh3_hex(content), len(content))
         self.has_sent = True
         try:
             version = self._prefix.put(name, content)
@@ -445,8 +445,8 @@ class BucketOutput(ScratchOutput):
             what = f"holds files that this work did not write: {first_of(foreign)}; delete them, and go on"
             raise PlanError(what, path=str(self._prefix), code="exists")
         changed = [name for name, sent in written.items() if not is_version(sent.version, there.get(name))]
-        proven = in_parallel(lambda name: name in there and self._prefix.proves(name, written[name]), changed)
-        if wrong := [name for name, is_proven in zip(changed, proven, strict=True) if not is_proven]:
+        proven = in_parallel(lambda name: name in there and self._prefix.is_stored(name, written[name]), changed)
+        if wrong := [name for name, is_verified in zip(changed, proven, strict=True) if not is_verified]:
             what = "was replaced or deleted by another process before the output was complete"
             raise FileExistsError(errno.EEXIST, what, self._prefix.location(min(wrong)))
 
@@ -523,7 +523,7 @@ def scratch_folder(place: str | Path | None) -> Iterator[Path]:
         shutil.rmtree(folder, ignore_errors=True)
 
 
-def _new_scratch(parent: Path) -> tuple[Path, HeldLock]:
+def _new_scratch(parent: Path) -> tuple[Path, FileLock]:
     """Create and lock a private folder; retry if another process deletes it before it is locked. Return both."""
     for _ in range(_TRIES):
         folder = Path(tempfile.mkdtemp(prefix=_PREFIX, dir=parent))

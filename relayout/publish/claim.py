@@ -34,9 +34,9 @@ from contextlib import suppress
 from dataclasses import asdict, dataclass, replace
 from typing import Literal, TypeVar
 
-from relayout.core.digests import digest_hex
+from relayout.core.digests import xxh3_hex
 from relayout.errors import FormatError, PlanError, readable, shown
-from relayout.publish.output import Replaceable, Work, first_of, marked
+from relayout.publish.output import OutputKind, OutputSpec, first_of, with_suffix
 from relayout.storage.cloud.store import Version, WritableClient
 from relayout.storage.stores import RequestError, Store, if_there, limited
 
@@ -45,7 +45,7 @@ CLAIM = f"{HIDDEN}claim"
 MAX_NBYTES = 2**28
 """Maximum bytes of a claim or record."""
 _NUM_CONFLICTS = 8
-_MARK_LENGTH = 8
+_SUFFIX_LENGTH = 8
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,7 +55,7 @@ class Claim:
     what: str
     """Description of the work, for messages."""
     fingerprint: str
-    mark: str
+    suffix: str
     """Part of the names of weight files; empty for the first claim of a prefix without objects."""
     names: tuple[str, ...]
     """Names of all files that the work writes."""
@@ -71,11 +71,11 @@ class Claim:
     @property
     def records(self) -> str:
         """Prefix of the names of the records of finished parts."""
-        return f"{HIDDEN}{self.fingerprint}-{self.mark}/"
+        return f"{HIDDEN}{self.fingerprint}-{self.suffix}/"
 
     def is_of(self, other: Claim) -> bool:
         """Return True if both claims are of the same work with the same mark."""
-        return (self.fingerprint, self.mark) == (other.fingerprint, other.mark)
+        return (self.fingerprint, self.suffix) == (other.fingerprint, other.suffix)
 
     def dump(self) -> bytes:
         """Return the claim's content. PlanError: it would be too large to be read again."""
@@ -90,7 +90,7 @@ class Claim:
                 raise ValueError("no field that says so")
             claim = Claim(**value)
             names = [*claim.names, *claim.older]
-            texts = [claim.what, claim.fingerprint, claim.mark, claim.maker, *names]
+            texts = [claim.what, claim.fingerprint, claim.suffix, claim.maker, *names]
             flags = {type(claim.is_released), type(claim.is_shared)}
             if not all(isinstance(text, str) for text in texts) or flags != {bool}:
                 raise ValueError("a field of another type")
@@ -106,7 +106,7 @@ class Claim:
             raise FormatError(what, path=where, code="field") from None
 
 
-_NOBODYS = Claim("nothing", "", "", (), (), is_released=True)
+_NO_CLAIM = Claim("nothing", "", "", (), (), is_released=True)
 """Written in place of a claim that was given up, if no claim existed before: stores cannot delete by
 compare-and-swap."""
 
@@ -121,11 +121,11 @@ def read_claim(prefix: Prefix) -> tuple[Claim | None, Version | None]:
     if loaded is None:
         return None, None
     claim = Claim.parse(loaded[0], prefix.location(CLAIM))
-    return None if claim == _NOBODYS else claim, loaded[1]
+    return None if claim == _NO_CLAIM else claim, loaded[1]
 
 
 @dataclass(frozen=True, slots=True)
-class Made:
+class NewClaim:
     """A claim that this process has created without sending a file for it yet."""
 
     claim: Claim
@@ -140,12 +140,12 @@ class Made:
         exist, or will exist.
         """
         with suppress(FileExistsError):
-            prefix.put(CLAIM, (self.earlier or _NOBODYS).dump(), replaced=self.version)
+            prefix.put(CLAIM, (self.earlier or _NO_CLAIM).dump(), replaced=self.version)
 
 
 def claim_prefix(
-    prefix: Prefix, older: Replaceable, work: Work, *, force: bool, is_new: bool = True
-) -> tuple[Claim, Made | None]:
+    prefix: Prefix, older: OutputKind, work: OutputSpec, *, force: bool, is_new: bool = True
+) -> tuple[Claim, NewClaim | None]:
     """Return the claim of this work; create it if another process has not, and `is_new`."""
     for _ in range(_NUM_CONFLICTS):
         earlier, version = read_claim(prefix)
@@ -168,7 +168,7 @@ def claim_prefix(
         if older.marker in prefix.objects().keys() - set(claim.older):
             release(prefix, claim)
             continue
-        return claim, Made(claim, made, earlier)
+        return claim, NewClaim(claim, made, earlier)
     raise PlanError("other processes claim it again and again", path=str(prefix), code="busy")
 
 
@@ -180,12 +180,12 @@ def _write(prefix: Prefix, claim: Claim, replaced: Version | None) -> Version | 
         return None
 
 
-def _is_complete(prefix: Prefix, older: Replaceable, claim: Claim) -> bool:
+def _is_complete(prefix: Prefix, older: OutputKind, claim: Claim) -> bool:
     """Return True if the output of a claim is published, and the claim is left over."""
     return older.marker not in claim.older and prefix.client.stat(prefix.full(older.marker)) is not None
 
 
-def check_vacant(prefix: Prefix, older: Replaceable, claim: Claim | None, *, force: bool) -> frozenset[str]:
+def check_vacant(prefix: Prefix, older: OutputKind, claim: Claim | None, *, force: bool) -> frozenset[str]:
     """Check the prefix; return the names of all objects that may be replaced or deleted."""
     there = {name for name in prefix.objects() if not name.startswith(HIDDEN)}
     claimed = frozenset[str]() if claim is None else frozenset([*claim.names, *claim.older])
@@ -199,7 +199,7 @@ def check_vacant(prefix: Prefix, older: Replaceable, claim: Claim | None, *, for
     return claimed
 
 
-def _check_may_take_over(prefix: Prefix, earlier: Claim, work: Work, *, force: bool) -> None:
+def _check_may_take_over(prefix: Prefix, earlier: Claim, work: OutputSpec, *, force: bool) -> None:
     """Raise PlanError unless work may replace the claim of other work that may still be running."""
     if force and work.weights:
         return
@@ -213,21 +213,21 @@ def _check_may_take_over(prefix: Prefix, earlier: Claim, work: Work, *, force: b
     raise PlanError(f"{what}: {advice}", path=str(prefix), code="busy")
 
 
-def _new(prefix: Prefix, older: Replaceable, earlier: Claim | None, work: Work, *, force: bool) -> Claim:
+def _new(prefix: Prefix, older: OutputKind, earlier: Claim | None, work: OutputSpec, *, force: bool) -> Claim:
     """Return a new claim of work, which takes over the earlier claim, if any."""
     named = check_vacant(prefix, older, earlier, force=force)
     before: object = None if earlier is None else asdict(earlier)
     if earlier is None and named:
         loaded = prefix.load(older.marker, MAX_NBYTES)
-        before = None if loaded is None else digest_hex(loaded[0])
-    mark = ""
+        before = None if loaded is None else xxh3_hex(loaded[0])
+    suffix = ""
     if before is not None and work.weights:
-        mark = digest_hex(json.dumps([work.fingerprint, before]).encode())[:_MARK_LENGTH]
-    names = [*(marked(name, mark) for name in work.weights), *work.others]
+        suffix = xxh3_hex(json.dumps([work.fingerprint, before]).encode())[:_SUFFIX_LENGTH]
+    names = [*(with_suffix(name, suffix) for name in work.weights), *work.others]
     left = [name for name in prefix.objects() if name.startswith(HIDDEN) and name != CLAIM] if named else []
     older_names = tuple(sorted({*named, *left}))
     maker = os.urandom(8).hex()
-    return Claim(work.what, work.fingerprint, mark, tuple(sorted(names)), older_names, maker=maker)
+    return Claim(work.what, work.fingerprint, suffix, tuple(sorted(names)), older_names, maker=maker)
 
 
 def release(prefix: Prefix, claim: Claim) -> None:
@@ -311,7 +311,7 @@ class Prefix:
             raise FileExistsError(errno.EEXIST, "was replaced by another process", self.location(name))
         self.put(name, content, replaced=None if loaded is None else loaded[1])
 
-    def proves(self, name: str, sent: Sent) -> bool:
+    def is_stored(self, name: str, sent: Sent) -> bool:
         """Return True if a file's object exists, with the length and first bytes that were sent."""
         stat = self.client.stat(self.full(name))
         if stat is None or stat.nbytes != sent.nbytes:
@@ -319,7 +319,7 @@ class Prefix:
         start = b""
         if sent.digest_nbytes:
             start = self.client.get(self.full(name), 0, sent.digest_nbytes, None).content()
-        return digest_hex(start) == sent.digest
+        return xxh3_hex(start) == sent.digest
 
     def delete(self, names: Iterable[str]) -> None:
         """Delete objects. Names without an object are not an error."""

@@ -29,8 +29,8 @@ from relayout.publish.output import (
     ATTEMPT,
     FOLDER,
     LocalOutput,
-    Replaceable,
-    Work,
+    OutputKind,
+    OutputSpec,
     has_parts,
     kept_note,
     left_of,
@@ -75,18 +75,18 @@ class FolderPublisher:
 
     output: Path
 
-    def check(self, source: Store, older: Replaceable, *, force: bool) -> None:
+    def check(self, source: Store, older: OutputKind, *, force: bool) -> None:
         remove_leftovers(self.output)
-        check_place(source.path(""), self.output)
+        check_output_path(source.path(""), self.output)
         replaceable(older, force, self.output)
 
     def begin(
-        self, older: Replaceable, work: Work, *, force: bool, gathers: bool = False
+        self, older: OutputKind, work: OutputSpec, *, force: bool, gathers: bool = False
     ) -> AbstractContextManager[LocalOutput]:
         replaced = partial(replaceable, older, True) if force else None
         return staging_folder(self.output, work, replaced, gathers=gathers)
 
-    def begin_part(self, older: Replaceable, work: Work, *, force: bool) -> AbstractContextManager[LocalOutput]:
+    def begin_part(self, older: OutputKind, work: OutputSpec, *, force: bool) -> AbstractContextManager[LocalOutput]:
         return staging_part(self.output, older.marker, work, replace=force)
 
     def replace(self, name: str, expected: bytes | None, content: bytes) -> None:
@@ -95,12 +95,12 @@ class FolderPublisher:
     def add(self, name: str, content: bytes) -> None:
         write_file(self.output / name, content)
 
-    def remove(self, older: Replaceable) -> None:
+    def remove(self, older: OutputKind) -> None:
         remove_output(self.output, older)
 
 
-def replaceable(older: Replaceable, force: bool, folder: Path) -> frozenset[str]:
-    """Return the names of an output's files that may be deleted; see `Replaceable.check`."""
+def replaceable(older: OutputKind, force: bool, folder: Path) -> frozenset[str]:
+    """Return the names of an output's files that may be deleted; see `OutputKind.check`."""
     there = {path.name for path in folder.iterdir()} if folder.is_dir() else set()
     if force and older.marker in there:  # Otherwise the output is refused at once, without listing a large folder.
         names = {name: entry.is_dir(follow_symlinks=False) for name, entry in entries(folder, hidden=True)}
@@ -109,7 +109,7 @@ def replaceable(older: Replaceable, force: bool, folder: Path) -> frozenset[str]
     return older.check(LocalStore(folder), there, force=force)
 
 
-def check_place(source: Path | None, output: Path) -> None:
+def check_output_path(source: Path | None, output: Path) -> None:
     """Check that an output can be written at this path. Changes nothing.
 
     Args:
@@ -158,7 +158,7 @@ def remove_leftovers(output: Path) -> None:
 @contextmanager
 def staging_folder(
     output: Path,
-    work: Work,
+    work: OutputSpec,
     replaced: Callable[[Path], frozenset[str]] | None = None,
     *,
     gathers: bool = False,
@@ -204,7 +204,7 @@ def staging_folder(
                 staging.folder.close()
 
 
-def _others_of(place: OpenFolder, work: Work, *, force: bool, gathers: bool) -> list[str]:
+def _others_of(place: OpenFolder, work: OutputSpec, *, force: bool, gathers: bool) -> list[str]:
     """Return the folders of other work in a staging folder, which this process has locked."""
     own, works = folder_of(work), _works(place)
     if gathers and work.is_resumable and (own not in works or place.status(f"{own}/{FOLDER}") is None):
@@ -220,7 +220,7 @@ def _others_of(place: OpenFolder, work: Work, *, force: bool, gathers: bool) -> 
     return others
 
 
-def folder_of(work: Work) -> str:
+def folder_of(work: OutputSpec) -> str:
     """Return the name of the work's subfolder in the staging folder.
 
     If the work is not resumable, its remains are useless, and the holder of the output's lock may delete them.
@@ -245,14 +245,14 @@ def _has_parts(place: OpenFolder, work: str) -> bool:
         return not work.startswith(_WORK + _LIVE) and has_parts(folder)
 
 
-def remove_output(output: Path, older: Replaceable) -> None:
+def remove_output(output: Path, older: OutputKind) -> None:
     """Delete an output and the remains of an unfinished one, see `StorePublisher.remove`.
 
     As for a replacement, only files in the output's records are deleted. Their names and the inode of the output's
     folder are recorded before that folder is moved to the staging folder, where it is deleted. A link at the output's
     path is refused: its target is another output.
     """
-    check_place(None, output)
+    check_output_path(None, output)
     output = output.parent.resolve() / output.name
     with _locked_parent(output) as (parent, user):
         status, left = parent.status(output.name), open_left(parent, output, user)
@@ -507,7 +507,7 @@ _TRIES = 100
 
 
 @contextmanager
-def staging_part(output: Path, marker: str, work: Work, *, replace: bool) -> Iterator[LocalOutput]:
+def staging_part(output: Path, marker: str, work: OutputSpec, *, replace: bool) -> Iterator[LocalOutput]:
     """Yield a private folder for one attempt at parts of a work."""
     output = output.resolve()
     attempt, shared = f"{ATTEMPT}{os.urandom(8).hex()}", folder_of(work)

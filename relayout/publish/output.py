@@ -17,7 +17,7 @@ from dataclasses import astuple, dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Protocol
 
-from relayout.core.digests import digest_hex
+from relayout.core.digests import xxh3_hex
 from relayout.errors import FormatError, PlanError, shown
 from relayout.storage.local.descriptors import OpenFolder, rename, restrict, with_path
 from relayout.storage.local.store import OutputFile
@@ -69,7 +69,7 @@ def refuse_unfinished(store: Store) -> None:
 
 
 @dataclass(frozen=True, slots=True)
-class Replaceable:
+class OutputKind:
     """An output that `force` may replace: only one that its own records describe, without other files."""
 
     marker: str
@@ -131,7 +131,7 @@ def kept_note(location: str, error: BaseException) -> str:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Work:
+class OutputSpec:
     """Describes an output to write. Writers with equal fingerprints resume each other's work."""
 
     what: str
@@ -139,7 +139,7 @@ class Work:
     fingerprint: str
     """Digest of everything that determines the written bytes."""
     weights: Collection[str] = ()
-    """Names of the weight files, if the work chooses them, so that a mark may be added; see `marked`."""
+    """Names of the weight files, if the work chooses them, so that a mark may be added; see `with_suffix`."""
     others: Collection[str] = ()
     """Names of all other files."""
     modes: Modes = field(default_factory=Modes)
@@ -152,12 +152,12 @@ class Work:
     """For a bucket: uploads of files whose parts the server copies from other objects. None: all bytes are sent."""
 
 
-def marked(name: str, mark: str) -> str:
+def with_suffix(name: str, suffix: str) -> str:
     """Return the name of a weight file with a mark before its extension."""
-    if not mark:
+    if not suffix:
         return name
     stem, dot, extension = name.rpartition(".")
-    return f"{stem}-{mark}{dot}{extension}"
+    return f"{stem}-{suffix}{dot}{extension}"
 
 
 class Output(Protocol):
@@ -170,7 +170,7 @@ class Output(Protocol):
        each one with its first bytes, which depend on all other bytes; then `keep(part, notes)`.
     3. `put` for small files, in any order.
     4. The end of the `with` block publishes: all files become visible at once, or the marker is written last. If the
-       block fails, finished parts are kept for the next attempt, or no file is (`Work.is_resumable`).
+       block fails, finished parts are kept for the next attempt, or no file is (`OutputSpec.is_resumable`).
 
     Several processes may write the parts (`begin_part`: steps 1 and 2, each for its own parts), and one publishes
     (`begin` with `gathers`: steps 1, 3 and 4). Parts may be written twice, also at the same time: the files are equal.
@@ -180,8 +180,8 @@ class Output(Protocol):
     """
 
     @property
-    def mark(self) -> str:
-        """The mark in the names of weight files, see `marked`. Usually empty."""
+    def suffix(self) -> str:
+        """The mark in the names of weight files, see `with_suffix`. Usually empty."""
 
     def check_space(self, nbytes: int, part_nbytes: int | None = None) -> None:
         """Check that the output has space: `nbytes` in all, and `part_nbytes` for each part; None: one part.
@@ -247,7 +247,7 @@ class LocalOutput:
     systems change the time of a file after it was closed.
     """
 
-    mark = ""
+    suffix = ""
 
     def __init__(
         self,
@@ -430,7 +430,7 @@ class FileState:
             return None
         with open(fd, "rb") as stream:
             status = os.fstat(fd)
-            return FileState(status.st_size, status.st_mtime_ns, digest_hex(stream.read(_HEAD_NBYTES)))
+            return FileState(status.st_size, status.st_mtime_ns, xxh3_hex(stream.read(_HEAD_NBYTES)))
 
 
 @dataclass(frozen=True, slots=True)

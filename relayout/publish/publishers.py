@@ -9,7 +9,7 @@ from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from typing import Protocol
 
-from relayout.publish.output import Output, Replaceable, Work
+from relayout.publish.output import Output, OutputKind, OutputSpec
 from relayout.storage.local.store import LocalStore
 from relayout.storage.stores import Store
 
@@ -17,7 +17,7 @@ from relayout.storage.stores import Store
 class StorePublisher(Protocol):
     """Publishes at one location: a folder, or a prefix of a bucket."""
 
-    def check(self, source: Store, older: Replaceable, *, force: bool) -> None:
+    def check(self, source: Store, older: OutputKind, *, force: bool) -> None:
         """Check that an output would not destroy other files; delete remains of killed processes of this user.
 
         Args:
@@ -28,7 +28,7 @@ class StorePublisher(Protocol):
         """
 
     def begin(
-        self, older: Replaceable, work: Work, *, force: bool, gathers: bool = False
+        self, older: OutputKind, work: OutputSpec, *, force: bool, gathers: bool = False
     ) -> AbstractContextManager[Output]:
         """Begin an output, which is published when the block ends.
 
@@ -41,7 +41,7 @@ class StorePublisher(Protocol):
             OSError: another file or folder was created here meanwhile.
         """
 
-    def begin_part(self, older: Replaceable, work: Work, *, force: bool) -> AbstractContextManager[Output]:
+    def begin_part(self, older: OutputKind, work: OutputSpec, *, force: bool) -> AbstractContextManager[Output]:
         """Begin parts of an output that several processes write, to be published by `begin`. Raises its errors."""
 
     def replace(self, name: str, expected: bytes | None, content: bytes) -> None:
@@ -57,7 +57,7 @@ class StorePublisher(Protocol):
     def add(self, name: str, content: bytes) -> None:
         """Write a small file next to the files of a published output, replacing an older one."""
 
-    def remove(self, older: Replaceable) -> None:
+    def remove(self, older: OutputKind) -> None:
         """Delete an output, or the remains of a killed process. If this call is killed, the same call resumes it.
 
         Only files are deleted that are in the output's own records, or that relayout's own notes list as parts of an
@@ -93,10 +93,10 @@ class Destination(Protocol):
     def check(self, source: Store) -> None:
         """Check that an output would not destroy other files, see `StorePublisher.check`."""
 
-    def begin(self, work: Work, *, gathers: bool = False) -> AbstractContextManager[Output]:
+    def begin(self, work: OutputSpec, *, gathers: bool = False) -> AbstractContextManager[Output]:
         """Begin an output, see `StorePublisher.begin`."""
 
-    def begin_part(self, work: Work) -> AbstractContextManager[Output]:
+    def begin_part(self, work: OutputSpec) -> AbstractContextManager[Output]:
         """Begin parts of an output, see `StorePublisher.begin_part`."""
 
 
@@ -105,17 +105,17 @@ class StoreDestination:
     """A store as a destination."""
 
     store: Store
-    older: Replaceable
+    older: OutputKind
     force: bool = False
     """True if an older output there is replaced."""
 
     def check(self, source: Store) -> None:
         publisher_of(self.store).check(source, self.older, force=self.force)
 
-    def begin(self, work: Work, *, gathers: bool = False) -> AbstractContextManager[Output]:
+    def begin(self, work: OutputSpec, *, gathers: bool = False) -> AbstractContextManager[Output]:
         return publisher_of(self.store).begin(self.older, work, force=self.force, gathers=gathers)
 
-    def begin_part(self, work: Work) -> AbstractContextManager[Output]:
+    def begin_part(self, work: OutputSpec) -> AbstractContextManager[Output]:
         # If the work is not resumable, the publishing process has begun the output, and checked the existing files.
         force = self.force or not work.is_resumable
         return publisher_of(self.store).begin_part(self.older, work, force=force)

@@ -22,7 +22,7 @@ from typing import NoReturn
 
 from relayout.errors import FormatError, PlanError
 from relayout.publish.bucket import ScratchOutput, scratch_folder
-from relayout.publish.output import LocalOutput, Replaceable, Work
+from relayout.publish.output import LocalOutput, OutputKind, OutputSpec
 from relayout.storage.local.descriptors import OpenFolder
 from relayout.storage.stores import Modes, Store
 from relayout.storage.web.oci import (
@@ -62,13 +62,13 @@ class RegistryPublisher:
             raise PlanError("an output needs a tag, as oci://REGISTRY/NAME:TAG", path=str(store), code="option")
         return RegistryPublisher(store)
 
-    def check(self, source: Store, older: Replaceable, *, force: bool) -> None:
+    def check(self, source: Store, older: OutputKind, *, force: bool) -> None:
         own, other = f"{self.store}/", f"{source}/"
         if other.startswith(own):
             raise PlanError("is the source itself; choose another tag", path=str(self.store), code="exists")
         self._check_vacant(older, force=force)
 
-    def _check_vacant(self, older: Replaceable, *, force: bool) -> Artifact | None:
+    def _check_vacant(self, older: OutputKind, *, force: bool) -> Artifact | None:
         """Return the artifact with the tag, or None.
 
         Raises:
@@ -84,7 +84,9 @@ class RegistryPublisher:
         return artifact
 
     @contextmanager
-    def begin(self, older: Replaceable, work: Work, *, force: bool, gathers: bool = False) -> Iterator[RegistryOutput]:
+    def begin(
+        self, older: OutputKind, work: OutputSpec, *, force: bool, gathers: bool = False
+    ) -> Iterator[RegistryOutput]:
         if gathers:
             self._refuse()
         before = self._check_vacant(older, force=force)
@@ -102,7 +104,7 @@ class RegistryPublisher:
                 output.stop()
                 files.folder.close()
 
-    def begin_part(self, older: Replaceable, work: Work, *, force: bool) -> AbstractContextManager[RegistryOutput]:
+    def begin_part(self, older: OutputKind, work: OutputSpec, *, force: bool) -> AbstractContextManager[RegistryOutput]:
         self._refuse()
 
     def replace(self, name: str, expected: bytes | None, content: bytes) -> None:
@@ -111,7 +113,7 @@ class RegistryPublisher:
     def add(self, name: str, content: bytes) -> None:
         self._refuse()
 
-    def remove(self, older: Replaceable) -> None:
+    def remove(self, older: OutputKind) -> None:
         self._refuse()
 
     def _refuse(self) -> NoReturn:
@@ -130,7 +132,7 @@ class SentBlob:
 class RegistryOutput(ScratchOutput):
     """An output under a tag; see `Output`."""
 
-    mark = ""
+    suffix = ""
 
     def __init__(self, client: OciClient, files: LocalOutput, marker: str, before: Artifact | None) -> None:
         """Begin an output that replaces the artifact `before`; None: the tag is new."""

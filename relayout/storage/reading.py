@@ -12,7 +12,7 @@ from heapq import merge
 from itertools import islice, repeat
 from typing import Generic, TypeVar
 
-from relayout.core.digests import ExtentDigests, Hash, new_proof
+from relayout.core.digests import ExtentDigests, Hash, new_blake3
 from relayout.core.extents import BLOCK, Extent, align_up, coalesce, split
 from relayout.core.workers import Stop, Workers
 from relayout.storage.stores import Closable, ReadableFile
@@ -113,7 +113,7 @@ class HashedFile:
     """The extents in rising order, without overlap. Empty extents may be at any offset."""
     chunks: Sequence[Extent] = ()
     """More extents in rising order, without overlap among themselves. They may overlap `extents`."""
-    new_hash: Callable[[], Hash] = new_proof
+    new_hash: Callable[[], Hash] = new_blake3
     """Creates the running hash of a chunk."""
 
 

@@ -1,4 +1,4 @@
-"""Conformance tests ("laws") for authors of a store or a backend: pytest runs a class that inherits them. Needs pytest.
+"""Conformance tests for authors of a store or a backend: pytest runs a class that inherits them. Needs pytest.
 
 A law is a test. Its docstring states the law, and a failure of the test repeats it.
 """
@@ -16,11 +16,11 @@ pytest.register_assert_rewrite("relayout.testing.stores", "relayout.testing.back
 Given = ParamSpec("Given")
 
 
-class LawBroken(AssertionError):
+class ConformanceError(AssertionError):
     """Raised if a law does not hold. The message contains the law, and what was found."""
 
 
-def law(test: Callable[Given, None]) -> Callable[Given, None]:
+def requirement(test: Callable[Given, None]) -> Callable[Given, None]:
     """Add the law, which is the docstring of a test, to the test's failure."""
     text = " ".join(str(test.__doc__).split())
 
@@ -29,6 +29,6 @@ def law(test: Callable[Given, None]) -> Callable[Given, None]:
         try:
             test(*args, **kwargs)
         except (Exception, pytest.fail.Exception) as error:
-            raise LawBroken(f"this law does not hold: {text}\n{type(error).__name__}: {error}") from error
+            raise ConformanceError(f"this law does not hold: {text}\n{type(error).__name__}: {error}") from error
 
     return checked

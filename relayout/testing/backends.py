@@ -1,6 +1,6 @@
 """Conformance tests of backends: bytes of files arrive where they belong in memory, and nothing is left behind.
 
-class TestMyBackend(BackendLaws):
+class TestMyBackend(BackendConformance):
     @pytest.fixture
     def backend(self):
         return MyBackend()
@@ -25,7 +25,7 @@ import numpy.typing as npt
 import pytest
 from blake3 import blake3
 
-from relayout.checkpoint.converted import FileProof
+from relayout.checkpoint.converted import FileDigests
 from relayout.core.extents import BLOCK, Transfer, align_up
 from relayout.core.workers import Stop
 from relayout.errors import FormatError
@@ -35,7 +35,7 @@ from relayout.loader.backends.base import Backend, ReadJob
 from relayout.loader.requests import Budget
 from relayout.loader.sources.rank import StoredFile
 from relayout.storage.local.store import LocalStore
-from relayout.testing import law
+from relayout.testing import requirement
 
 Array = npt.NDArray[Any]
 Failure = TypeVar("Failure", bound=BaseException)
@@ -133,7 +133,7 @@ def stored(paths: Sequence[Path]) -> tuple[StoredFile, ...]:
     return tuple(StoredFile(LocalStore(path.parent), path.name, size) for path, size in zip(paths, SIZES, strict=False))
 
 
-def proven(paths: Sequence[Path], folder: Path) -> tuple[StoredFile, ...]:
+def verified(paths: Sequence[Path], folder: Path) -> tuple[StoredFile, ...]:
     """Return copies of the files after headers that name their content, with the digests of their chunks."""
     found = []
     for number, (path, start) in enumerate(zip(paths, HEADS, strict=True)):
@@ -142,8 +142,8 @@ def proven(paths: Sequence[Path], folder: Path) -> tuple[StoredFile, ...]:
         (folder / path.name).write_bytes(head.ljust(start) + body)
         chunks = (body[first : first + CHUNK] for first in range(0, len(body), CHUNK))
         digests = b"".join(blake3(chunk).digest() for chunk in chunks)
-        proof = FileProof(content, start, CHUNK, partial(bytes, digests))
-        found.append(StoredFile(LocalStore(folder), path.name, start + len(body), proof, is_proven=True))
+        file_digests = FileDigests(content, start, CHUNK, partial(bytes, digests))
+        found.append(StoredFile(LocalStore(folder), path.name, start + len(body), file_digests, is_verified=True))
     return tuple(found)
 
 
@@ -171,7 +171,7 @@ class Ground:
 
     def job(self, files: tuple[StoredFile, ...], pieces: Sequence[Region], **options: Any) -> ReadJob:
         """Return the job that fills the memory."""
-        starts = [0 if file.proof is None else file.proof.data_start for file in files]
+        starts = [0 if file.digests is None else file.digests.data_start for file in files]
         reads = (
             Read(one.file, one.transfer.shifted(source=starts[one.file], target=offset))
             for piece, offset in zip(pieces, self.offsets, strict=True)
@@ -247,7 +247,7 @@ def _open_files() -> int:
     return len(os.listdir("/proc/self/fd")) if sys.platform == "linux" else 0  # noqa: PTH208
 
 
-class BackendLaws:
+class BackendConformance:
     """The conformance tests of filling host memory. A subclass provides the fixture `backend`."""
 
     @pytest.fixture
@@ -265,7 +265,7 @@ class BackendLaws:
         """Return the bytes of the test files."""
         return [np.fromfile(path, np.uint8) for path in paths]
 
-    @law
+    @requirement
     @pytest.mark.parametrize("wrapped", [False, True], ids=["arena", "tensors"])
     @pytest.mark.parametrize("case", CASES)
     def test_bytes_arrive_where_they_belong(
@@ -277,7 +277,7 @@ class BackendLaws:
         """
         check_fill(backend, stored(paths), contents, CASES[case], is_wrapped=wrapped)
 
-    @law
+    @requirement
     @pytest.mark.parametrize("threads", [1, 8])
     def test_any_number_of_threads_gives_the_same(
         self, backend: Backend[Any], paths: list[Path], contents: list[Array], threads: int
@@ -286,25 +286,25 @@ class BackendLaws:
         pieces = [*CASES["one after the other"], *CASES["rows, made dense"], *CASES["several files"]]
         check_fill(backend, stored(paths), contents, pieces, budget=Budget(threads, threads * 32 * 1024))
 
-    @law
+    @requirement
     def test_without_files_there_is_nothing_to_do(self, backend: Backend[Any]) -> None:
         """A job without files and reads ends at once."""
         check_fill(backend, (), (), [])
 
-    @law
+    @requirement
     @pytest.mark.parametrize("case", ["odd offsets", "rows, made dense", "several files", "more than a chunk"])
     def test_proven_files_give_the_same(
         self, backend: Backend[Any], paths: list[Path], contents: list[Array], tmp_path: Path, case: str
     ) -> None:
-        """Files that are verified (`StoredFile.is_proven`) yield the same bytes as others."""
-        check_fill(backend, proven(paths, tmp_path), contents, CASES[case])
+        """Files that are verified (`StoredFile.is_verified`) yield the same bytes as others."""
+        check_fill(backend, verified(paths, tmp_path), contents, CASES[case])
 
-    @law
+    @requirement
     def test_a_byte_that_differs_in_a_proven_file_is_found(
         self, backend: Backend[Any], paths: list[Path], contents: list[Array], tmp_path: Path
     ) -> None:
         """One wrong bit in a chunk that is read of a verified file raises a FormatError with code "digest"."""
-        files = proven(paths, tmp_path)
+        files = verified(paths, tmp_path)
         with (tmp_path / paths[1].name).open("r+b") as file:
             file.seek(HEADS[1] + 5 * CHUNK // 2)
             [byte] = file.read(1)
@@ -313,7 +313,7 @@ class BackendLaws:
         error = _failure(backend, files, contents, _SOME, FormatError, r"file-1: ")
         assert error.code == "digest"
 
-    @law
+    @requirement
     @pytest.mark.parametrize("change", [None, -1, BLOCK])
     def test_a_file_that_is_not_as_expected_is_named(
         self, backend: Backend[Any], paths: list[Path], contents: list[Array], tmp_path: Path, change: int | None
@@ -329,7 +329,7 @@ class BackendLaws:
         _failure(backend, stored(broken), contents, _SOME, FormatError, message)
         check_fill(backend, stored(paths), contents, _SOME)
 
-    @law
+    @requirement
     def test_a_file_that_is_cut_while_it_is_read_is_named(
         self, backend: Backend[Any], paths: list[Path], contents: list[Array], tmp_path: Path
     ) -> None:
@@ -340,7 +340,7 @@ class BackendLaws:
         options["on_arrival"] = lambda *_: os.truncate(broken[2], cut)
         _failure(backend, stored(broken), contents, _LARGE, FormatError, message, **options)
 
-    @law
+    @requirement
     @pytest.mark.parametrize("who", ["on_arrival", "on_progress"])
     def test_an_error_of_who_is_told_ends_the_job(
         self, backend: Backend[Any], paths: list[Path], contents: list[Array], who: str
@@ -352,7 +352,7 @@ class BackendLaws:
 
         _failure(backend, stored(paths), contents, _SOME, ZeroDivisionError, "told", **{who: fail})
 
-    @law
+    @requirement
     def test_a_job_that_is_cancelled_ends(
         self, backend: Backend[Any], paths: list[Path], contents: list[Array]
     ) -> None:

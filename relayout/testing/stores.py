@@ -1,9 +1,9 @@
 """Conformance tests of stores for readers, and of buckets for writers that publish outputs there.
 
-class TestMyStore(StoreLaws):  # Or BucketLaws.
+class TestMyStore(StoreConformance):  # Or BucketConformance.
     @pytest.fixture
     def place(self, tmp_path):
-        return StorePlace(f"my://{tmp_path.name}", write=lambda store, name, content: ...)
+        return StoreLocation(f"my://{tmp_path.name}", write=lambda store, name, content: ...)
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ import pytest
 from relayout.errors import FormatError
 from relayout.storage.cloud.store import CloudStore, Version, WritableClient
 from relayout.storage.stores import Access, Kind, ReadableFile, RequestError, Store, find_store, if_there
-from relayout.testing import law
+from relayout.testing import requirement
 
 NBYTES = 50 * 4096 + 123
 BYTES = random.Random(7).randbytes(NBYTES)
@@ -32,7 +32,7 @@ _UNTOUCHED = 0xEE
 
 
 @dataclass(frozen=True)
-class StorePlace:
+class StoreLocation:
     """The location in which one test creates stores."""
 
     url: str
@@ -56,20 +56,20 @@ class StorePlace:
         return store
 
 
-class StoreLaws:
-    """The conformance tests of reading. A subclass provides the fixture `place`."""
+class StoreConformance:
+    """The conformance tests of reading. A subclass provides the fixture `location`."""
 
     @pytest.fixture
-    def place(self) -> StorePlace:
+    def location(self) -> StoreLocation:
         """Return the location in which this test creates stores."""
         raise NotImplementedError(
-            f"{type(self).__name__} has no fixture `place`, expected one that returns a StorePlace"
+            f"{type(self).__name__} has no fixture `place`, expected one that returns a StoreLocation"
         )
 
-    @law
-    def test_what_is_written_is_read(self, place: StorePlace) -> None:
+    @requirement
+    def test_what_is_written_is_read(self, location: StoreLocation) -> None:
         """The bytes of a file are those that were written, whole and in any range, also for an empty file."""
-        store = place.filled("model", weights=BYTES, empty=b"")
+        store = location.filled("model", weights=BYTES, empty=b"")
         assert store.read("weights", NBYTES) == BYTES
         assert store.read("empty", 0) == b""
         with store.open("weights", NBYTES) as file:
@@ -78,11 +78,11 @@ class StoreLaws:
             for offset, nbytes in ranges:
                 assert _read(file, offset, nbytes) == BYTES[offset : offset + nbytes], (offset, nbytes)
 
-    @law
+    @requirement
     @pytest.mark.parametrize("access", [Access.BUFFERED, Access.AUTO, Access.ONCE])
-    def test_a_read_ends_where_the_file_ends(self, place: StorePlace, access: Access) -> None:
+    def test_a_read_ends_where_the_file_ends(self, location: StoreLocation, access: Access) -> None:
         """A read fills memory up to the end of the file, and writes nothing after it except zeros of a direct read."""
-        store = place.filled("model", weights=BYTES)
+        store = location.filled("model", weights=BYTES)
         with store.open("weights", NBYTES, access=access) as file:
             assert file.alignment in (1, 4096)
             for offset in (0, 4096, 15 * 4096, 16 * 4096, 30 * 4096, *range(44 * 4096, NBYTES, 4096)):
@@ -93,10 +93,10 @@ class StoreLaws:
                     assert view[: len(expected)] == expected, (offset, nbytes)
                     assert set(view[len(expected) :]) <= {_UNTOUCHED, 0}, (offset, nbytes)
 
-    @law
-    def test_direct_reads_are_direct(self, place: StorePlace) -> None:
+    @requirement
+    def test_direct_reads_are_direct(self, location: StoreLocation) -> None:
         """`Access.DIRECT` opens a file of alignment 4096, or raises an OSError with "direct" and the file name."""
-        store = place.filled("model", weights=BYTES)
+        store = location.filled("model", weights=BYTES)
         with suppress(OSError), store.open("weights", NBYTES, access=Access.DIRECT) as file:
             assert file.alignment == 4096
             assert _read(file, 4096, 4096) == BYTES[4096:8192]
@@ -105,20 +105,20 @@ class StoreLaws:
             store.open("weights", NBYTES, access=Access.DIRECT)
         assert caught.value.filename == store.location("weights")
 
-    @law
-    def test_a_descriptor_comes_with_a_path(self, place: StorePlace) -> None:
+    @requirement
+    def test_a_descriptor_comes_with_a_path(self, location: StoreLocation) -> None:
         """`fileno` returns a descriptor if `path` returns a path, of the same file; else both return None."""
-        store = place.filled("model", weights=BYTES)
+        store = location.filled("model", weights=BYTES)
         with store.open("weights") as file:
             fd, path = file.fileno(), store.path("weights")
             assert (fd is None) == (path is None)
             if fd is not None and path is not None:
                 assert os.path.samestat(os.fstat(fd), path.stat())
 
-    @law
-    def test_threads_read_one_file(self, place: StorePlace) -> None:
+    @requirement
+    def test_threads_read_one_file(self, location: StoreLocation) -> None:
         """Any number of threads read one open file at the same time."""
-        store = place.filled("model", weights=BYTES)
+        store = location.filled("model", weights=BYTES)
         with store.open("weights", NBYTES) as file:
 
             def are_right(seed: int) -> bool:
@@ -129,73 +129,73 @@ class StoreLaws:
             with ThreadPoolExecutor(6) as threads:
                 assert list(threads.map(are_right, range(6))) == [True] * 6
 
-    @law
+    @requirement
     @pytest.mark.parametrize("nbytes", [None, NBYTES])
-    def test_a_missing_file_is_bad_input(self, place: StorePlace, nbytes: int | None) -> None:
+    def test_a_missing_file_is_bad_input(self, location: StoreLocation, nbytes: int | None) -> None:
         """A missing file has no `stat`; opening or reading it raises a FormatError, code "missing", that names it."""
-        store = place.filled("model", other=b"1")
+        store = location.filled("model", other=b"1")
         assert store.stat("weights") is None
         for call in (lambda: store.open("weights", nbytes), lambda: store.read("weights", 10)):
             with pytest.raises(FormatError, match=r"model/weights: ") as caught:
                 call()
             assert caught.value.code == "missing"
 
-    @law
-    def test_a_file_of_another_length_is_refused(self, place: StorePlace) -> None:
+    @requirement
+    def test_a_file_of_another_length_is_refused(self, location: StoreLocation) -> None:
         """A file that does not have the expected length is a FormatError with both lengths."""
-        store = place.filled("model", weights=BYTES)
+        store = location.filled("model", weights=BYTES)
         for expected in (NBYTES - 1, NBYTES + 1, 0):
             with pytest.raises(FormatError, match=rf"weights: {NBYTES} bytes long, expected {expected}$"):
                 store.open("weights", expected)
 
-    @law
-    def test_a_small_file_has_a_limit(self, place: StorePlace) -> None:
+    @requirement
+    def test_a_small_file_has_a_limit(self, location: StoreLocation) -> None:
         """`read` returns a file up to its limit; a longer file is a FormatError with the limit."""
-        store = place.filled("model", weights=b"12345")
+        store = location.filled("model", weights=b"12345")
         assert store.read("weights", 5) == b"12345"
         with pytest.raises(FormatError, match=r"weights: 5 bytes, limit 4$"):
             store.read("weights", 4)
 
-    @law
-    def test_versions_tell_contents_apart(self, place: StorePlace) -> None:
+    @requirement
+    def test_versions_tell_contents_apart(self, location: StoreLocation) -> None:
         """A file keeps its version; one of other content has another version, and cannot be opened at the old."""
-        store = place.filled("model", weights=BYTES)
+        store = location.filled("model", weights=BYTES)
         before = store.stat("weights")
         assert before is not None
         assert before.nbytes == NBYTES
         assert store.stat("weights") == before
         with store.open("weights", NBYTES, version=before.version) as file:
             assert file.version == before.version
-        place.write(store, "weights", BYTES[::-1])
-        after = place.store("model").stat("weights")
+        location.write(store, "weights", BYTES[::-1])
+        after = location.store("model").stat("weights")
         assert after is not None
         assert after.version != before.version
         with pytest.raises(FormatError, match=r"weights: has changed since it was last checked$"):
-            place.store("model").open("weights", NBYTES, version=before.version)
+            location.store("model").open("weights", NBYTES, version=before.version)
 
-    @law
-    def test_a_replacement_is_never_mixed_in(self, place: StorePlace) -> None:
+    @requirement
+    def test_a_replacement_is_never_mixed_in(self, location: StoreLocation) -> None:
         """A file that is replaced while it is open keeps its old bytes, or raises a FormatError that reports it."""
-        store = place.filled("model", weights=BYTES)
+        store = location.filled("model", weights=BYTES)
         with store.open("weights", NBYTES) as file:
             assert _read(file, 0, 100) == BYTES[:100]
-            place.write(store, "weights", BYTES[::-1])
+            location.write(store, "weights", BYTES[::-1])
             try:
                 later = _read(file, NBYTES - 200, 100)
             except FormatError as error:
                 assert "weights: was replaced" in str(error)  # noqa: PT017 (both are right)
             else:
                 assert later == BYTES[-200:-100]
-        with place.store("model").open("weights") as file:
+        with location.store("model").open("weights") as file:
             assert _read(file, 0, NBYTES) == BYTES[::-1]
 
-    @law
-    def test_a_snapshot_stays_at_its_versions(self, place: StorePlace) -> None:
+    @requirement
+    def test_a_snapshot_stays_at_its_versions(self, location: StoreLocation) -> None:
         """A file that a snapshot has opened has the same bytes when it is opened again, or raises a FormatError.
 
         New files are found as usual.
         """
-        store = place.filled("model", weights=BYTES, other=b"1")
+        store = location.filled("model", weights=BYTES, other=b"1")
         load = store.snapshot()
         with load.open("weights", NBYTES) as file:
             assert _read(file, 0, 10) == BYTES[:10]
@@ -203,81 +203,81 @@ class StoreLaws:
             assert _read(file, 0, NBYTES) == BYTES
         assert load.read("other", 1) == b"1"
 
-    @law
-    def test_all_files_are_listed_but_hidden_ones(self, place: StorePlace) -> None:
+    @requirement
+    def test_all_files_are_listed_but_hidden_ones(self, location: StoreLocation) -> None:
         """`walk` has every file below, also in subfolders.
 
         It has no file of a neighboring location, and none with a name that begins with a dot.
         """
-        if not place.is_listed:
+        if not location.is_listed:
             pytest.skip("this store tells only files whose names are known")
         hidden = {".hidden": b"4", ".cache__d": b"5", "sub__.e": b"6"}
-        store = place.filled("model", a=b"1", sub__b=b"2", sub__deep__c=b"3", **hidden)
-        place.filled("model2", beside=b"7")
+        store = location.filled("model", a=b"1", sub__b=b"2", sub__deep__c=b"3", **hidden)
+        location.filled("model2", beside=b"7")
         entries = [entry for entry in store.walk() if not entry.is_folder]
         assert sorted(entry.name for entry in entries) == ["a", "sub/b", "sub/deep/c"]
         assert all(entry.refusal is None for entry in entries)
         assert store.read("sub/deep/c", 1) == b"3"
 
-    @law
-    def test_a_walk_enters_only_the_folders_that_it_is_asked_to(self, place: StorePlace) -> None:
+    @requirement
+    def test_a_walk_enters_only_the_folders_that_it_is_asked_to(self, location: StoreLocation) -> None:
         """A folder that `enter` does not select is listed as a folder, once, without its contents."""
-        if not place.is_listed:
+        if not location.is_listed:
             pytest.skip("this store tells only files whose names are known")
-        store = place.filled("model", a=b"1", sub__b=b"2", sub__deep__c=b"3", sub__deep__d=b"4", other__e=b"5")
+        store = location.filled("model", a=b"1", sub__b=b"2", sub__deep__c=b"3", sub__deep__d=b"4", other__e=b"5")
         found = sorted(store.walk(lambda folder: folder == "sub"), key=lambda entry: entry.name)
         folders = [entry.name for entry in found if entry.is_folder and entry.name != "sub"]
         assert [entry.name for entry in found if not entry.is_folder] == ["a", "sub/b"]
         assert folders == ["other", "sub/deep"]
 
-    @law
+    @requirement
     @pytest.mark.parametrize("name", ["with space", "grüße-模型.safetensors", "a+b%20c#d?e", "x" * 200])
-    def test_names_may_be_anything(self, place: StorePlace, name: str) -> None:
+    def test_names_may_be_anything(self, location: StoreLocation, name: str) -> None:
         """Names may have spaces, any letters, and characters special in URLs; `location` shows them unchanged."""
-        if not place.is_listed:
+        if not location.is_listed:
             pytest.skip("this store asks a server for names, which decides what they may be")
-        store = place.filled("model", **{name: b"1234"})
+        store = location.filled("model", **{name: b"1234"})
         assert [entry.name for entry in store.walk()] == [name]
         assert store.read(name, 4) == b"1234"
         assert name in store.location(name)
 
-    @law
-    def test_a_store_tells_what_is_at_its_place(self, place: StorePlace) -> None:
+    @requirement
+    def test_a_store_tells_what_is_at_its_place(self, location: StoreLocation) -> None:
         """`kind` distinguishes a folder, a file and nothing; the store shows the URL that it was given."""
-        if not place.is_listed:
+        if not location.is_listed:
             pytest.skip("this store tells only files whose names are known")
-        folder = place.filled("folder", weights=BYTES)
+        folder = location.filled("folder", weights=BYTES)
         assert folder.kind() is Kind.FOLDER
-        assert place.store("folder/weights").kind() is Kind.FILE
-        assert place.store("nothing").kind() is Kind.NOTHING
-        assert str(folder) == f"{place.url}/folder"
-        assert folder.location("weights") == f"{place.url}/folder/weights"
+        assert location.store("folder/weights").kind() is Kind.FILE
+        assert location.store("nothing").kind() is Kind.NOTHING
+        assert str(folder) == f"{location.url}/folder"
+        assert folder.location("weights") == f"{location.url}/folder/weights"
 
-    @law
-    def test_costs_are_possible(self, place: StorePlace) -> None:
+    @requirement
+    def test_costs_are_possible(self, location: StoreLocation) -> None:
         """`cost` has requests of a multiple of 4096 bytes, a gap of 0 or more, and at least one concurrent request."""
-        cost = place.store("model").cost
+        cost = location.store("model").cost
         assert cost.request_nbytes >= 4096
         assert cost.request_nbytes % 4096 == 0
         assert cost.max_gap_nbytes >= 0
         assert cost.concurrency is None or cost.concurrency >= 1
 
-    @law
-    def test_a_store_can_be_sent_to_another_process(self, place: StorePlace) -> None:
+    @requirement
+    def test_a_store_can_be_sent_to_another_process(self, location: StoreLocation) -> None:
         """A store that was pickled reads the same files."""
-        store = place.filled("model", weights=BYTES)
+        store = location.filled("model", weights=BYTES)
         again: Store = pickle.loads(pickle.dumps(store))
         assert str(again) == str(store)
         assert again.read("weights", NBYTES) == BYTES
 
 
-class BucketLaws(StoreLaws):
+class BucketConformance(StoreConformance):
     """The conformance tests of reading, and those of writing for a client that has `put`, `upload` and `delete`."""
 
-    @law
-    def test_a_small_object_is_replaced_by_who_knows_it(self, place: StorePlace) -> None:
+    @requirement
+    def test_a_small_object_is_replaced_by_who_knows_it(self, location: StoreLocation) -> None:
         """`put` writes where there is nothing, or over the given version; else it raises FileExistsError."""
-        bucket, name, read = _bucket(place)
+        bucket, name, read = _bucket(location)
         first = bucket.put(name, b"1", None)
         _check_refused(bucket, name, None)
         second = bucket.put(name, b"22", first)
@@ -293,10 +293,10 @@ class BucketLaws(StoreLaws):
             bucket.put(name, content)
         assert read() == b"5"
 
-    @law
-    def test_one_of_many_writers_wins(self, place: StorePlace) -> None:
+    @requirement
+    def test_one_of_many_writers_wins(self, location: StoreLocation) -> None:
         """`put` where there is nothing succeeds for only one of several threads that call it at the same time."""
-        bucket, name, read = _bucket(place)
+        bucket, name, read = _bucket(location)
 
         def is_written(content: bytes) -> bool:
             try:
@@ -312,22 +312,22 @@ class BucketLaws(StoreLaws):
             ]
         assert written == [read()]
 
-    @law
-    def test_deleting_leaves_what_is_not_named(self, place: StorePlace) -> None:
+    @requirement
+    def test_deleting_leaves_what_is_not_named(self, location: StoreLocation) -> None:
         """`delete` removes the objects that are named, and no others; a name without an object is not an error."""
-        place.filled("model", a=b"1", ab=b"2", a__b=b"3")
-        bucket, name, _ = _bucket(place, "a")
+        location.filled("model", a=b"1", ab=b"2", a__b=b"3")
+        bucket, name, _ = _bucket(location, "a")
         bucket.delete([name, f"{name}/was/never/there"])
-        store = place.store("model")
+        store = location.store("model")
         assert (store.stat("a"), store.read("ab", 1), store.read("a/b", 1)) == (None, b"2", b"3")
         bucket.delete([])
 
-    @law
+    @requirement
     @pytest.mark.parametrize("nbytes", [0, 5, 10 * 2**20])
-    def test_a_file_is_uploaded_whole(self, place: StorePlace, tmp_path: Path, nbytes: int) -> None:
+    def test_a_file_is_uploaded_whole(self, location: StoreLocation, tmp_path: Path, nbytes: int) -> None:
         """`upload` sends all bytes of a file, replaces an existing object, and returns the version that `stat` has."""
-        place.filled("model", file=b"older")
-        bucket, name, read = _bucket(place)
+        location.filled("model", file=b"older")
+        bucket, name, read = _bucket(location)
         content = random.Random(nbytes).randbytes(nbytes)
         (tmp_path / "file").write_bytes(content)
         version = bucket.upload(name, tmp_path / "file", 2, lambda: None)
@@ -336,10 +336,10 @@ class BucketLaws(StoreLaws):
         assert stat is not None
         assert not version or stat.version.strip('"') in [str(one).strip('"') for one in version.values()]
 
-    @law
-    def test_an_upload_that_is_given_up_makes_no_object(self, place: StorePlace, tmp_path: Path) -> None:
+    @requirement
+    def test_an_upload_that_is_given_up_makes_no_object(self, location: StoreLocation, tmp_path: Path) -> None:
         """`upload` asks `check` before each part; if it raises, `upload` raises, too, and no object exists."""
-        bucket, name, _ = _bucket(place)
+        bucket, name, _ = _bucket(location)
         (tmp_path / "file").write_bytes(bytes(20 * 2**20))
 
         class GivenUp(Exception):
@@ -353,15 +353,15 @@ class BucketLaws(StoreLaws):
         assert bucket.stat(name) is None
 
 
-def _bucket(place: StorePlace, name: str = "file") -> tuple[WritableClient, str, Callable[[], bytes | None]]:
+def _bucket(location: StoreLocation, name: str = "file") -> tuple[WritableClient, str, Callable[[], bytes | None]]:
     """Return the client of a location, an object's name there, and a function that reads the object by a new store.
 
     The function returns None if the object does not exist.
     """
-    store = place.store("model")
+    store = location.store("model")
     assert isinstance(store, CloudStore), f"{type(store).__name__}, expected a CloudStore"
     assert isinstance(store.client, WritableClient), f"{type(store.client).__name__} has not all of put, upload, delete"
-    return store.client, store.full_name(name), lambda: if_there(lambda: place.store("model").read(name, 2**30))
+    return store.client, store.full_name(name), lambda: if_there(lambda: location.store("model").read(name, 2**30))
 
 
 def _check_refused(bucket: WritableClient, name: str, replaced: Version | None) -> None:

@@ -21,9 +21,9 @@ folder is written, no element is assumed to be equal: all elements are sent and 
 - Chunks of a file are encoded once, after the last window of tensors that overlaps them.
 
 **What can go wrong.** An error in the middle leaves images that mix two steps. The publisher then forgets all of them
-(`KeptStep.forget`), so the next step is a folder. Weights that change while they are read make a step inconsistent; the
-caller must prevent this. A changed element that is not found would be missing from every later delta. A tensor that its
-hasher holds whole is therefore digested from the weights themselves, and each step with a folder sends and compares
+(`RetainedStep.forget`), so the next step is a folder. Weights that change while they are read make a step inconsistent;
+the caller must prevent this. A changed element that is not found would be missing from every later delta. A tensor that
+its hasher holds whole is therefore digested from the weights themselves, and each step with a folder sends and compares
 everything.
 """
 
@@ -39,9 +39,9 @@ import numpy as np
 import numpy.typing as npt
 
 from relayout.conversion.changes import EncodedPiece, element_widths
+from relayout.conversion.copy_plan import TensorDigests, WrittenDigests
 from relayout.conversion.layout import Conversion, RankFile
-from relayout.conversion.steps import TensorDigests, Written
-from relayout.core.digests import EMPTY_DIGEST, digest_hex, proof_hex
+from relayout.core.digests import EMPTY_DIGEST, blake3_hex, xxh3_hex
 from relayout.core.extents import Bytes, Extent, Transfer, copy_runs, split
 from relayout.core.slices import BITS, CutTensor
 from relayout.core.workers import each
@@ -49,7 +49,7 @@ from relayout.format.delta import encode
 from relayout.format.index import DIGESTED_NBYTES, chunks_of
 from relayout.loader.group.all_to_all import AllToAll, round_nbytes
 from relayout.publish.output import Output
-from relayout.train.comparing import KeptStep, StepOutput
+from relayout.train.comparing import RetainedStep, StepOutput
 from relayout.train.group_save import PlannedSave, Shares, are_overlapping
 
 _BLOCK_NBYTES = 2**19
@@ -59,7 +59,7 @@ _DENSE = 8
 _SOURCE = -1
 """Stands in place of a slice for the whole tensor."""
 
-Places = npt.NDArray[np.int64]
+Indices = npt.NDArray[np.int64]
 
 
 @dataclass(frozen=True, slots=True)
@@ -98,7 +98,7 @@ class _Piece:
     """Bytes of a run; 0: the elements are single."""
     stride: int
     """Bytes from one run to the next in the slice."""
-    places: npt.NDArray[np.uint32]
+    indices: npt.NDArray[np.uint32]
     """Offsets of single elements from the first, in elements, ascending."""
     values: Bytes
     """The elements, contiguous."""
@@ -112,7 +112,7 @@ class _Piece:
         """Return the byte offset in the slice of the end of the last element."""
         if self.nbytes:
             return self.start + (self.count - 1) * self.stride + self.nbytes
-        return self.start + (int(self.places[-1]) + 1) * width
+        return self.start + (int(self.indices[-1]) + 1) * width
 
     def put(self, memory: Bytes, start: int, width: int, xor: Bytes | None = None, xor_start: int = 0) -> None:
         """Write the elements to memory, the first one at `start`, and their XOR with the old bytes to `xor`."""
@@ -123,11 +123,11 @@ class _Piece:
                 np.bitwise_xor(target, values, out=np.ndarray(shape, np.uint8, xor.data, xor_start, strides))
             target[...] = values
             return
-        length = (int(self.places[-1]) + 1) * width
+        length = (int(self.indices[-1]) + 1) * width
         target, values = memory[start : start + length].view(f"<u{width}"), self.values.view(f"<u{width}")
         if xor is not None:
-            xor[xor_start : xor_start + length].view(f"<u{width}")[self.places] = target[self.places] ^ values
-        target[self.places] = values
+            xor[xor_start : xor_start + length].view(f"<u{width}")[self.indices] = target[self.indices] ^ values
+        target[self.indices] = values
 
 
 class _Pending:
@@ -179,10 +179,10 @@ class _Pending:
         ]
 
 
-class Changing:
-    """Updates the images of all members to the weights that these hold now; see `group_save.Making`."""
+class ImageUpdater:
+    """Updates the images of all members to the weights that these hold now; see `group_save.FileMaker`."""
 
-    def __init__(self, save: PlannedSave, kept: KeptStep, threads: int, shares: Shares, output: Output) -> None:
+    def __init__(self, save: PlannedSave, kept: RetainedStep, threads: int, shares: Shares, output: Output) -> None:
         """Take part.
 
         Args:
@@ -195,7 +195,7 @@ class Changing:
         self._messages = AllToAll(save.group)
         self._shares, self._own = shares, shares[save.group.index]
         self._hashers = save.hashers()
-        self._places = _places_of(self._own, self._planned)
+        self._places = _files_of_slices(self._own, self._planned)
         self._composed = cache(_composed)
         self._routes = {t: self._routes_of(t) for t in save.held}
         self._slices: set[tuple[int, int]] = set()
@@ -249,7 +249,7 @@ class Changing:
                 routes.append(_Route(member, _SOURCE, back))
         return [route for route in routes if route.transfers]
 
-    def unit(self, unit: int) -> Written:
+    def unit(self, unit: int) -> WrittenDigests:
         pending = {}
         if self._own is not None:
             files = (self._own.layout.files[number] for number in self._own.layout.files_of_unit[unit])
@@ -314,16 +314,16 @@ class Changing:
                 copy[extent.offset : extent.end] = data
             return list(self._runs(t, extent, data))
         if copy is None:
-            places = self._places_by_images(t, extent, data)
+            indices = self._indices_by_images(t, extent, data)
         else:
             last = copy[extent.offset : extent.end].view(elements.dtype)
-            places = np.flatnonzero(elements != last)
-            last[places] = elements[places]
-        if _DENSE * len(places) > len(elements):
+            indices = np.flatnonzero(elements != last)
+            last[indices] = elements[indices]
+        if _DENSE * len(indices) > len(elements):
             return list(self._runs(t, extent, data))
-        return list(self._singles(t, extent, elements, places)) if len(places) else []
+        return list(self._singles(t, extent, elements, indices)) if len(indices) else []
 
-    def _places_by_images(self, t: int, extent: Extent, data: Bytes) -> Places:
+    def _indices_by_images(self, t: int, extent: Extent, data: Bytes) -> Indices:
         """Return the indices of elements of a block that differ from this member's images."""
         width, found = self._width(t), [np.empty(0, np.int64)]
         for route in self._routes[t]:
@@ -354,17 +354,17 @@ class Changing:
                 yield route.member, _Piece(t, route.which, part.target, part.count, part.nbytes, stride, _NONE, values)
 
     def _singles(
-        self, t: int, extent: Extent, elements: npt.NDArray[Any], places: Places
+        self, t: int, extent: Extent, elements: npt.NDArray[Any], indices: Indices
     ) -> Iterator[tuple[int, _Piece]]:
         """Yield some elements of a block."""
         width = self._width(t)
         for route in self._routes[t]:
             for part in route.transfers:
                 start, end = ((place - extent.offset) // width for place in (part.source, part.source_end))
-                low, high = np.searchsorted(places, (start, end))
+                low, high = np.searchsorted(indices, (start, end))
                 if low == high:
                     continue
-                chosen, target = places[low:high], places[low:high] - start
+                chosen, target = indices[low:high], indices[low:high] - start
                 if part.count > 1:
                     row, column = np.divmod(target, part.source_stride // width)
                     inside = column < part.nbytes // width
@@ -399,13 +399,13 @@ class Changing:
 
         def hashed(key: tuple[int, int]) -> str:
             name, offset = self._places[key][0]
-            return digest_hex(kept.files[name][offset : offset + self._planned.cut[key[0]].sizes[key[1]]].data)
+            return xxh3_hex(kept.files[name][offset : offset + self._planned.cut[key[0]].sizes[key[1]]].data)
 
         def finish(one: tuple[_Pending, int, Bytes | None]) -> EncodedPiece:
             file, number, xor = one
             extent = file.chunks[number]
             encoded = b"" if xor is None else encode(xor, file.widths.of(extent))
-            return EncodedPiece(1 + number, encoded, proof_hex(file.image[extent.offset : extent.end].data))
+            return EncodedPiece(1 + number, encoded, blake3_hex(file.image[extent.offset : extent.end].data))
 
         changed = sorted(self._slices)
         kept.slices |= dict(zip(changed, each(hashed, changed, self._threads), strict=True))
@@ -416,9 +416,9 @@ class Changing:
             if piece.encoded:
                 output.changed(file.file.name, piece)
 
-    def _written(self, unit: int) -> Written:
+    def _written(self, unit: int) -> WrittenDigests:
         if self._own is None:
-            return Written()
+            return WrittenDigests()
         own, which_of = self._own, self._planned.cut
 
         def digest(t: int, rank: int) -> str:
@@ -429,7 +429,7 @@ class Changing:
             for t in self._planned.layout.units[unit]
         }
         numbers = own.layout.files_of_unit[unit]
-        return Written(
+        return WrittenDigests(
             tensors, {number: b"".join(self._kept.chunks[own.layout.files[number].name]) for number in numbers}
         )
 
@@ -439,19 +439,19 @@ class Changing:
         def digest(t: int) -> str:
             if t not in kept.sources:  # From the held tensor: this verifies that no change was missed.
                 return self._save.held[t].digest().hex()
-            return digest_hex(kept.sources[t].data) if t in self._sources else kept.source_digests[t]
+            return xxh3_hex(kept.sources[t].data) if t in self._sources else kept.source_digests[t]
 
         kept.source_digests |= dict(zip(mine, each(digest, mine, self._threads), strict=True))
         return {t: kept.source_digests[t] for t in mine}
 
 
-def _places_of(own: Conversion | None, planned: Conversion) -> dict[tuple[int, int], list[tuple[str, int]]]:
+def _files_of_slices(own: Conversion | None, planned: Conversion) -> dict[tuple[int, int], list[tuple[str, int]]]:
     """Return the locations (file, offset) of slices that a member writes, by tensor and position."""
-    places: dict[tuple[int, int], list[tuple[str, int]]] = {}
+    indices: dict[tuple[int, int], list[tuple[str, int]]] = {}
     for file in () if own is None else own.layout.files:
         for t, offset in zip(file.tensors, file.offsets, strict=True):
-            places.setdefault((t, planned.cut[t].cut.which[file.holder]), []).append((file.name, offset))
-    return places
+            indices.setdefault((t, planned.cut[t].cut.which[file.holder]), []).append((file.name, offset))
+    return indices
 
 
 def _composed(parts: CutTensor, part: int, cut: CutTensor, which: int) -> tuple[Transfer, ...]:
@@ -469,7 +469,7 @@ def _elements(memory: Bytes, start: int, part: Transfer, stride: int, width: int
 def _message(pieces: Sequence[_Piece]) -> list[Bytes]:
     """Return the parts of a message, in order."""
     heads = np.array([[len(pieces), 0, 0, 0, 0, 0], *(piece.head for piece in pieces)], np.int64)
-    content = (part for piece in pieces for part in (piece.places.view(np.uint8), piece.values))
+    content = (part for piece in pieces for part in (piece.indices.view(np.uint8), piece.values))
     return [heads.view(np.uint8).ravel(), *content]
 
 
@@ -478,8 +478,8 @@ def _pieces_in(message: Bytes, width: Callable[[int], int]) -> Iterator[_Piece]:
     position = row * (1 + int(message[:8].view(np.int64)[0]))
     for head in message[row:position].view(np.int64).reshape(-1, _NUM_FIELDS).tolist():
         t, which, start, count, nbytes, stride = head
-        num_places, size = (0, count * nbytes) if nbytes else (4 * count, count * width(t))
-        places = message[position : position + num_places].view(np.uint32)
-        position += num_places
-        yield _Piece(t, which, start, count, nbytes, stride, places, message[position : position + size])
+        num_indices, size = (0, count * nbytes) if nbytes else (4 * count, count * width(t))
+        indices = message[position : position + num_indices].view(np.uint32)
+        position += num_indices
+        yield _Piece(t, which, start, count, nbytes, stride, indices, message[position : position + size])
         position += size

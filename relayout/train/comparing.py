@@ -17,7 +17,7 @@ import numpy as np
 import numpy.typing as npt
 
 from relayout.conversion.changes import EncodedPiece, write_pieces
-from relayout.core.digests import proof_hex
+from relayout.core.digests import blake3_hex
 from relayout.core.extents import BLOCK, Extent, align_up, split
 from relayout.core.workers import each
 from relayout.format.delta import (
@@ -31,9 +31,9 @@ from relayout.format.delta import (
     encode,
     layout_difference,
 )
-from relayout.format.index import CHUNKS_NAME, DIGESTS_NAME, MANIFEST_NAME, SIGNATURE_NAME, VERSION, places_of_digests
+from relayout.format.index import CHUNKS_NAME, DIGESTS_NAME, MANIFEST_NAME, SIGNATURE_NAME, VERSION, digest_extents
 from relayout.format.manifest import MAX_MANIFEST_NBYTES, compress, content_of, parse_manifest
-from relayout.format.steps import DELTA, FULL
+from relayout.format.steps_index import DELTA, FULL
 from relayout.publish.output import Output
 from relayout.storage.local.descriptors import with_path
 from relayout.storage.stores import WritableFile
@@ -48,7 +48,7 @@ Key = TypeVar("Key", bound=Hashable)
 
 
 @dataclass(slots=True)
-class KeptStep:
+class RetainedStep:
     """Data retained for the last published step, as far as this process needs it."""
 
     keep_in: Path | None = None
@@ -78,7 +78,7 @@ class KeptStep:
 
     def forget(self) -> None:
         """Drop all data: the next step cannot be a delta."""
-        empty = KeptStep(self.keep_in)
+        empty = RetainedStep(self.keep_in)
         for one in fields(self):
             setattr(self, one.name, getattr(empty, one.name))
 
@@ -100,14 +100,14 @@ class KeptStep:
 class StepOutput:
     """An `Output` (see there) that combines the outputs of a step's delta and of its folder.
 
-    Weight files are not written to it: `head` takes their bytes from `KeptStep`, and their changes from `changed`.
+    Weight files are not written to it: `head` takes their bytes from `RetainedStep`, and their changes from `changed`.
     """
 
-    mark = ""
+    suffix = ""
 
     def __init__(
         self,
-        kept: KeptStep,
+        kept: RetainedStep,
         files: Sequence[str],
         threads: int,
         *,
@@ -167,7 +167,7 @@ class StepOutput:
             self._write(self._full, name, image, len(head))
             self._full.head(name, head, nbytes)
         if self._delta is not None:
-            header = EncodedPiece(0, encode(xor, [(xor.nbytes, 1)]), proof_hex(head))
+            header = EncodedPiece(0, encode(xor, [(xor.nbytes, 1)]), blake3_hex(head))
             pieces = [header, *self._pieces.pop(name, [])]
             self.changes[name] = write_pieces(self._delta, name, self._number_of[name], pieces)
 
@@ -194,7 +194,7 @@ class StepOutput:
         elif name == DIGESTS_NAME:
             self._digests = content
         elif name != CHUNKS_NAME:
-            self._small[name] = proof_hex(content)
+            self._small[name] = blake3_hex(content)
             if self._delta is not None and self._kept.small.get(name) != self._small[name]:
                 self._others.append(name)
                 self._put(NEW + name, content, mode)
@@ -236,7 +236,7 @@ class StepOutput:
             difference = layout_difference(old, new)
             assert difference is None, difference
             stored, parts = [], []
-            for place in places_of_digests(new):
+            for place in digest_extents(new):
                 sides = (side[place.offset : place.end] for side in (kept.digests, self._digests))
                 changed, part = dump_changed_digests(*sides)
                 stored.append(changed)

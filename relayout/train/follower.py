@@ -7,14 +7,14 @@ from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from relayout.checkpoint.delta import RankState, read_deltas, signed_content
-from relayout.checkpoint.trust import check_place, policy_of
+from relayout.checkpoint.trust import check_signers, policy_of
 from relayout.errors import FormatError, PlanError
-from relayout.format.steps import Chain, PublishedStep
+from relayout.format.steps_index import Chain, PublishedStep
 from relayout.loader.api import load
 from relayout.loader.in_place import as_loaded, change_by
-from relayout.loader.sources.checkpoint import Asked
+from relayout.loader.sources.checkpoint import LoadRequest
 from relayout.loader.sources.rank import RankSource
-from relayout.train.root import Root
+from relayout.train.repository import StepRepository
 
 if TYPE_CHECKING:
     import torch
@@ -31,7 +31,7 @@ class Steps:
 
     def __init__(self, root: str | os.PathLike[str]) -> None:
         """Take the folder of the steps, or its URL; nothing is read yet."""
-        self._root = Root.at(root)
+        self._root = StepRepository.at(root)
 
     def entries(self) -> tuple[PublishedStep, ...]:
         """Return the steps that can be read, in the order in which they were published.
@@ -106,7 +106,7 @@ class Follower:
         Args:
             threads: as for `relayout.load`.
         """
-        self._root, self._rank, self._threads = Root.at(root), rank, threads
+        self._root, self._rank, self._threads = StepRepository.at(root), rank, threads
         self._state: RankState | None = None
         """Table and digests of the tensors; None: nothing is loaded, or the tensors were changed only in part."""
         self.tensors: dict[str, torch.Tensor] = {}
@@ -131,7 +131,7 @@ class Follower:
                 loaded one.
             OSError: as `relayout.load`. If tensors were changed in part, the next call loads all of them.
         """
-        check_place(self._root.location)
+        check_signers(self._root.location)
         return self._root.with_chain(partial(self._go, is_newest=step is None), self.content, step)
 
     def _go(self, chain: Chain, *, is_newest: bool) -> int | None:
@@ -146,7 +146,7 @@ class Follower:
             return None
         deltas = [self._root.path(name) for name in chain.deltas]
         if chain.full is not None:
-            source = Asked(path=self._root.path(chain.full), rank=self._rank, deltas=deltas).source()
+            source = LoadRequest(path=self._root.path(chain.full), rank=self._rank, deltas=deltas).source()
             state = RankState.of(source.store, self._rank)
             self._check(chain, state.content)
             self._state = None

@@ -20,14 +20,14 @@ import numpy.typing as npt
 
 from relayout.checkpoint.shards import MemoryShard
 from relayout.checkpoint.source import identity_of
+from relayout.conversion.copy_plan import CopyPlan, CopyStep, TensorDigests, WrittenDigests
 from relayout.conversion.jobs import complete_parts
 from relayout.conversion.layout import Conversion
 from relayout.conversion.resume import fingerprint_of
-from relayout.conversion.run import Summary, merged, needed_for, run_unit, summary_of, work_of
+from relayout.conversion.run import Summary, merged, needed_for, output_spec_of, run_unit, summary_of
 from relayout.conversion.sidecar import HeaderWriter, digests_of_all
-from relayout.conversion.steps import CopyPlan, Step, TensorDigests, Written
 from relayout.core.arguments import ranks_text
-from relayout.core.digests import EMPTY_DIGEST, Hash, new_digest
+from relayout.core.digests import EMPTY_DIGEST, Hash, new_xxh3
 from relayout.core.extents import Bytes, Extent, Transfer, split
 from relayout.core.slices import CutTensor, Range, TensorHead
 from relayout.core.workers import each
@@ -35,7 +35,7 @@ from relayout.errors import FormatError, PlanError
 from relayout.loader.group.all_to_all import AllToAll
 from relayout.loader.group.collectives import Group
 from relayout.loader.held import HeldTensor
-from relayout.publish.output import Output, Work
+from relayout.publish.output import Output, OutputSpec
 from relayout.publish.publishers import Destination
 from relayout.reporting import Progress, reporting
 
@@ -163,7 +163,8 @@ class Exchange:
     ) -> Iterator[Item]:
         """Yield each step when the ranges that it reads are delivered. All members go through a pass at the same time.
 
-        Ends when all members have received all of their steps. An error in a pass must be raised in `Group.telling`.
+        Ends when all members have received all of their steps. An error in a pass must be raised in
+        `Group.sharing_errors`.
         """
         batch: list[Item] = []
         ranges: list[ShardRange] = []
@@ -285,10 +286,10 @@ class PlannedSave:
         return found
 
 
-class Making(Protocol):
+class FileMaker(Protocol):
     """A way for a member to write its files: the methods are called in this order, by all members at the same time."""
 
-    def unit(self, unit: int) -> Written:
+    def unit(self, unit: int) -> WrittenDigests:
         """Write the data sections of this member's files of a unit, and return the digests of the written bytes."""
 
     def source_digests(self) -> dict[int, str]:
@@ -301,7 +302,7 @@ class GroupSave:
 
     save: PlannedSave
     destination: Destination
-    make: Callable[[Shares, Output], Making]
+    make: Callable[[Shares, Output], FileMaker]
     """Starts writing this member's files, given the conversion of each member, and the output."""
     is_last: bool = True
     """True if the members send no message after the save."""
@@ -313,9 +314,9 @@ class GroupSave:
         if planned.has_whole or not planned.has_all:
             raise PlanError("a group writes all ranks, and layout='ranks': choose these", code="unsupported")
         # The other members are notified before the files that they write are deleted.
-        with ExitStack() as publishing, group.telling():
+        with ExitStack() as publishing, group.sharing_errors():
             fingerprint = fingerprint_of(planned, identity_of(planned.source).content)
-            work = work_of(planned, fingerprint, is_resumable=False)
+            work = output_spec_of(planned, fingerprint, is_resumable=False)
             with group.collective():
                 output = self._begin(work, publishing) if group.index == 0 else None
             shares, written, digests = self._write_own(work, progress)
@@ -327,7 +328,7 @@ class GroupSave:
                     publishing.close()
         return summary_of(planned, work, 0, time.monotonic() - started)
 
-    def _begin(self, work: Work, publishing: ExitStack) -> Output:
+    def _begin(self, work: OutputSpec, publishing: ExitStack) -> Output:
         """Begin the output, on the first member; it is published when `publishing` is closed."""
         planned = self.save.planned
         self.destination.check(planned.source.root)
@@ -335,7 +336,7 @@ class GroupSave:
         output.check_space(needed_for(planned)[0], 0)
         return output
 
-    def _write_own(self, work: Work, progress: Progress) -> tuple[Shares, Written, dict[int, str]]:
+    def _write_own(self, work: OutputSpec, progress: Progress) -> tuple[Shares, WrittenDigests, dict[int, str]]:
         """Write this member's files as parts of the output.
 
         Returns:
@@ -345,7 +346,7 @@ class GroupSave:
         ranks_of_members = shares_of(planned.plan.num_ranks, group.num_members)
         with ExitStack() as adding:
             own = adding.enter_context(self.destination.begin_part(work))
-            shares = [planned.only(ranks).marked(own.mark) if ranks else None for ranks in ranks_of_members]
+            shares = [planned.only(ranks).with_suffix(own.suffix) if ranks else None for ranks in ranks_of_members]
             making = self.make(shares, own)
             with reporting(progress if group.index == 0 else None, "saving", planned.layout.nbytes) as report:
                 written = self._write_units(making, shares[group.index], own, report)
@@ -355,12 +356,12 @@ class GroupSave:
         return shares, written, making.source_digests()
 
     def _write_units(
-        self, making: Making, own: Conversion | None, output: Output, report: Callable[[int], None]
-    ) -> Written:
+        self, making: FileMaker, own: Conversion | None, output: Output, report: Callable[[int], None]
+    ) -> WrittenDigests:
         """Write this member's files, and serve the other members."""
         group, layout = self.save.group, self.save.planned.layout
         headers = None if own is None else HeaderWriter(output, own)
-        written, num_units = Written(), len(layout.units)
+        written, num_units = WrittenDigests(), len(layout.units)
         if own is not None:
             output.check_space(*needed_for(own))
         for unit in range(num_units):
@@ -375,7 +376,7 @@ class GroupSave:
         return written
 
     def _complete(
-        self, output: Output, shares: Shares, parts: Sequence[Written], hashed: Sequence[Mapping[int, str]]
+        self, output: Output, shares: Shares, parts: Sequence[WrittenDigests], hashed: Sequence[Mapping[int, str]]
     ) -> None:
         """Collect the files of all members, and write the files next to the weights."""
         for member, share in enumerate(shares):
@@ -384,12 +385,12 @@ class GroupSave:
                     raise FormatError(
                         "a part was deleted while it was saved", path=str(self.save.planned.output), code="missing"
                     )
-        conversion = self.save.planned.marked(output.mark)
+        conversion = self.save.planned.with_suffix(output.suffix)
         complete_parts(output, conversion, _merged(conversion, shares, parts, hashed))
 
 
-class Copying:
-    """Writes files by the steps of a conversion, with reads from the members' exchange; see `Making`."""
+class CopyMaker:
+    """Writes files by the steps of a conversion, with reads from the members' exchange; see `FileMaker`."""
 
     def __init__(
         self, save: PlannedSave, exchange: Exchange, threads: int, chunk_nbytes: int, shares: Shares, output: Output
@@ -400,16 +401,16 @@ class Copying:
         own = shares[save.group.index]
         self._plan = None if own is None else CopyPlan(own, chunk_nbytes=chunk_nbytes)
 
-    def unit(self, unit: int) -> Written:
+    def unit(self, unit: int) -> WrittenDigests:
         files = self._save.planned.source.files
 
-        def ranges_of(step: Step) -> list[ShardRange]:
+        def ranges_of(step: CopyStep) -> list[ShardRange]:
             return [(files[one.file].name, one.extent) for one in step.ranges]
 
         deliver = partial(self._exchange.deliver, ranges_of=ranges_of, wanted=self._slices_wanted())
         if self._plan is None:
             deque(deliver(()), 0)
-            return Written()
+            return WrittenDigests()
         return run_unit(self._plan, unit, self._output, threads=self._threads, deliver=deliver)
 
     def _slices_wanted(self) -> Wanted:
@@ -440,7 +441,7 @@ class Copying:
         for t, piece in self._exchange.deliver(pieces, range_of, wanted):
             view = memoryview(bytearray(piece.nbytes))
             self._exchange.fill(files[tensors[t].file].name, piece, view)
-            running.setdefault(t, new_digest()).update(view)
+            running.setdefault(t, new_xxh3()).update(view)
         return {t: digest.hexdigest() for t, digest in running.items()}
 
 
@@ -457,9 +458,9 @@ def _holder_of_whole(tensor: CutTensor) -> int | None:
 def _merged(
     planned: Conversion,
     shares: Shares,
-    parts: Sequence[Written],
+    parts: Sequence[WrittenDigests],
     hashed: Sequence[Mapping[int, str]],
-) -> Written:
+) -> WrittenDigests:
     """Return the results of all members, merged as those of one conversion."""
     sources = {t: digest for digests in hashed for t, digest in digests.items()}
     number_of = {file.name: number for number, file in enumerate(planned.layout.files)}
@@ -482,4 +483,4 @@ def _merged(
         has_bytes = planned.source.tensors[t].extent.nbytes > 0
         source = slice_digest(t, whole) if whole is not None else sources[t] if has_bytes else EMPTY_DIGEST
         tensors[t] = TensorDigests(source, slices)
-    return Written(tensors, chunks)
+    return WrittenDigests(tensors, chunks)

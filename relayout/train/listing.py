@@ -13,10 +13,10 @@ from relayout.checkpoint.converted import (
     PACKED,
     check_head,
     check_intact,
+    digests_of_side_files,
     digests_of_small,
     names_of,
     parts_of_packed,
-    proofs_of_sides,
     read_head,
     read_manifest,
     read_manifest_blob,
@@ -25,8 +25,8 @@ from relayout.checkpoint.converted import (
     sizes_of_packed,
 )
 from relayout.checkpoint.delta import Changes, Delta, change_digests, check_applies, read_delta
-from relayout.checkpoint.steps import no_steps
-from relayout.core.digests import proof_hex
+from relayout.checkpoint.step_chain import no_steps
+from relayout.core.digests import blake3_hex
 from relayout.errors import FormatError, PlanError
 from relayout.format.delta import NEW
 from relayout.format.index import (
@@ -36,10 +36,10 @@ from relayout.format.index import (
 )
 from relayout.format.manifest import SOURCE_RECORD_NAME, content_of
 from relayout.format.source_record import SourceRecord
-from relayout.format.steps import PublishedStep, Retired, StepsIndex, Stored
+from relayout.format.steps_index import PublishedStep, RetiredName, StepsIndex, Stored
 from relayout.reporting import Result
 from relayout.storage.stores import Store, find_store, read_whole
-from relayout.train.root import Root
+from relayout.train.repository import StepRepository
 
 
 @dataclass(frozen=True, slots=True, repr=False)
@@ -51,7 +51,7 @@ class StepsListing(Result):
     """All steps that can be read, in the order in which they were published."""
     pending: tuple[str, ...]
     """Names of folders and deltas that are being written, or that a killed publisher left unfinished."""
-    retired: tuple[Retired, ...]
+    retired: tuple[RetiredName, ...]
     """Folders and deltas that no step needs any more, and that are not deleted yet."""
     deleted: tuple[str, ...]
     """Names of the folders and deltas that this call has deleted."""
@@ -80,7 +80,7 @@ def list_steps(
         prune: delete retired folders and deltas, see `relayout.Steps.prune`.
         grace_seconds: as for `relayout.Steps.prune`.
     """
-    place = Root.at(root)
+    place = StepRepository.at(root)
     deleted = place.prune(grace_seconds) if prune else []
     index = place.read()
     if not (index.entries or index.pending or index.retired):
@@ -89,10 +89,10 @@ def list_steps(
     return StepsListing(place.location, index.entries, index.pending, index.retired, tuple(deleted), differences)
 
 
-def _differences(root: Root, index: StepsIndex) -> Iterator[str]:
-    before: _Known | None = None
+def _differences(root: StepRepository, index: StepsIndex) -> Iterator[str]:
+    before: _VerifiedStep | None = None
     for entry in index.entries:
-        after: _Known | None = None
+        after: _VerifiedStep | None = None
         for stored, check in ((entry.full, _check_folder), (entry.delta, _check_delta)):
             try:
                 if stored is not None:
@@ -103,7 +103,7 @@ def _differences(root: Root, index: StepsIndex) -> Iterator[str]:
 
 
 @dataclass(frozen=True, slots=True)
-class _Known:
+class _VerifiedStep:
     """The verified state of a step, which the next delta applies to."""
 
     content: str
@@ -118,12 +118,14 @@ class _Known:
         """Compare the digests with their digests in the manifest. Raise FormatError if they differ."""
         for name in PACKED:
             for place, proof in parts_of_packed(self.manifest, name):
-                if proof_hex(self.packed[name][place.offset : place.end].data) != proof:
+                if blake3_hex(self.packed[name][place.offset : place.end].data) != proof:
                     what = f"the part of {name} at {place.offset} differs from the manifest"
                     raise FormatError(what, path=where, code="digest")
 
 
-def _check_folder(root: Root, entry: PublishedStep, stored: Stored, before: _Known | None) -> _Known:
+def _check_folder(
+    root: StepRepository, entry: PublishedStep, stored: Stored, before: _VerifiedStep | None
+) -> _VerifiedStep:
     store = find_store(root.path(stored.name))
     _check_digest("relayout.json", content_of(read_manifest_blob(store)), entry.content, str(store))
     check_intact(store)
@@ -133,14 +135,16 @@ def _check_folder(root: Root, entry: PublishedStep, stored: Stored, before: _Kno
         for name, nbytes in sizes_of_packed(manifest).items()
     }
     heads = [_head_of(store, file) for file in manifest.files]
-    known = _Known(entry.content, manifest, read_record(store, manifest), packed, heads)
+    known = _VerifiedStep(entry.content, manifest, read_record(store, manifest), packed, heads)
     known.check(str(store))
     for side in known.record.side_files:
         _check_is_there(store, side.name)
     return known
 
 
-def _check_delta(root: Root, entry: PublishedStep, stored: Stored, before: _Known | None) -> _Known | None:
+def _check_delta(
+    root: StepRepository, entry: PublishedStep, stored: Stored, before: _VerifiedStep | None
+) -> _VerifiedStep | None:
     """Check a delta, and the step that results from applying it to the previous one. No weights are read.
 
     Digests of unchanged parts are taken from the previous step, so the manifest of the result also verifies that no
@@ -164,7 +168,7 @@ def _check_delta(root: Root, entry: PublishedStep, stored: Stored, before: _Know
     packed = {name: content.copy() for name, content in before.packed.items()}
     for name, content in packed.items():
         change_digests(delta, name, content)
-    known = _Known(entry.content, delta.new, _record_of(delta, before), packed, heads)
+    known = _VerifiedStep(entry.content, delta.new, _record_of(delta, before), packed, heads)
     known.check(where)
     return known
 
@@ -182,10 +186,10 @@ def _changed_head(changes: Changes, head: bytes) -> bytes:
     return (np.frombuffer(head, np.uint8, min(len(head), len(change))) ^ change[: len(head)]).tobytes()
 
 
-def _record_of(delta: Delta, before: _Known) -> SourceRecord:
+def _record_of(delta: Delta, before: _VerifiedStep) -> SourceRecord:
     """Return the source record after a delta. Raise FormatError unless all small files match it."""
     old, others = digests_of_small(before.manifest), set(delta.manifest.others)
-    side = proofs_of_sides(before.record)
+    side = digests_of_side_files(before.record)
     for name, proof in digests_of_small(delta.new).items():
         if name in others:
             read_small(delta.store, NEW + name, proof)

@@ -28,17 +28,26 @@ from relayout.format.delta import CHANGED_DIGESTS_NAME, NEW, NEW_MANIFEST_NAME, 
 from relayout.format.fields import MAX_SIZE
 from relayout.format.index import MANIFEST_NAME, SIGNATURE_NAME
 from relayout.format.manifest import content_of
-from relayout.format.steps import DELTA, FULL, GRACE_SECONDS, PublishedStep, Retention, StepsIndex, Stored, step_name
+from relayout.format.steps_index import (
+    DELTA,
+    FULL,
+    GRACE_SECONDS,
+    PublishedStep,
+    Retention,
+    StepsIndex,
+    Stored,
+    step_name,
+)
 from relayout.loader.group.collectives import Group
-from relayout.publish.output import Output, Work
+from relayout.publish.output import Output, OutputSpec
 from relayout.publish.publishers import StoreDestination
 from relayout.reporting import Progress
 from relayout.storage.stores import Store, find_store
-from relayout.train.changing import Changing
-from relayout.train.comparing import KeptStep, StepOutput
+from relayout.train.changing import ImageUpdater
+from relayout.train.comparing import RetainedStep, StepOutput
 from relayout.train.group_save import GroupSave, PlannedSave
-from relayout.train.root import Root
-from relayout.train.save import DEFAULT_THREADS, Held, Saving, check_floating, holding, start
+from relayout.train.repository import StepRepository
+from relayout.train.save import DEFAULT_THREADS, HeldTensors, SaveRequest, check_floating, holding, start
 
 if TYPE_CHECKING:
     import torch
@@ -119,7 +128,7 @@ class Publisher:
             PlanError: an option has an invalid value.
         """
         check_floating(dtype)
-        self._root = Root.at(root)
+        self._root = StepRepository.at(root)
         self._config, self._dtype, self._group = config, dtype, group
         self._full_every = at_least_one(full_every, "full_every")
         if isinstance(full_share, bool) or not isinstance(full_share, int | float):
@@ -127,7 +136,7 @@ class Publisher:
         self._full_share = full_share
         self._retention = Retention(at_least_one(keep, "keep"), integer(keep_seconds, "keep_seconds"))
         self._grace_seconds = integer(grace_seconds, "grace_seconds")
-        self._saving = Saving(
+        self._saving = SaveRequest(
             output=self._root.location,
             max_shard_size=max_shard_size,
             threads=at_least_one(threads, "threads"),
@@ -139,7 +148,7 @@ class Publisher:
             raise PlanError("certificate and chain need a key", code="option")
         self._signer = None if key is None else signer_of(key, certificate, chain)
         kept_in = folder_text(keep_in, "keep_in")
-        self._kept = KeptStep(None if kept_in is None else Path(kept_in))
+        self._kept = RetainedStep(None if kept_in is None else Path(kept_in))
         self._layout: object = None
         """The properties that must be equal for a delta: names, dtypes, shapes, cuts and locations of all tensors."""
         self._known: set[str] = set()
@@ -170,14 +179,14 @@ class Publisher:
         """
         published = list[PublishedStep]()
 
-        def prepare() -> tuple[Saving, Callable[[bool], Held]]:
+        def prepare() -> tuple[SaveRequest, Callable[[bool], HeldTensors]]:
             number = integer(step, "step")
             if not 0 <= number <= MAX_SIZE:  # Otherwise no reader could parse the index.
                 raise PlanError(f"step: {number}, expected 0 to {MAX_SIZE}", code="option")
 
             def carry_out(save: PlannedSave) -> Summary:
                 place = self._announce(save, number)
-                make = partial(Changing, save, self._kept, self._saving.threads)
+                make = partial(ImageUpdater, save, self._kept, self._saving.threads)
                 summary = GroupSave(save, place, make, is_last=False).carry_out(self._saving.progress)
                 published.append(self._move(place))
                 return summary
@@ -192,7 +201,7 @@ class Publisher:
             self._kept.forget()
             raise
 
-    def _held_by(self, weights: Any) -> Callable[[bool], Held]:
+    def _held_by(self, weights: Any) -> Callable[[bool], HeldTensors]:
         """Return a function for the tensors that this process gives to a save."""
         if isinstance(weights, Mapping):
             return holding(weights, self._config, self._dtype)
@@ -208,7 +217,7 @@ class Publisher:
 
         return group_of(self._group)
 
-    def _announce(self, save: PlannedSave, step: int) -> _StepPlace:
+    def _announce(self, save: PlannedSave, step: int) -> _StepDestination:
         """Decide which outputs are written, and announce their names in the index, before any of them exists."""
         planned, group = save.planned, save.group
         cuts = [(one.cut, one.dtype, one.shape) for one in planned.cut]
@@ -222,7 +231,7 @@ class Publisher:
         if len(set(group.all_gather(base))) > 1:
             base = None  # A member failed alone: its retained data belongs to no step, or to another one.
         names = _by_first(group, lambda: self._announced(step, base))
-        return _StepPlace(self._root, step, names, planned, self._kept, self._saving.threads, group, self._signer)
+        return _StepDestination(self._root, step, names, planned, self._kept, self._saving.threads, group, self._signer)
 
     def _announced(self, step: int, base: str | None) -> dict[str, str]:
         """Return the names of a step's outputs, by kind, after adding them to the index.
@@ -251,7 +260,7 @@ class Publisher:
         self._root.move(announce)
         return names
 
-    def _move(self, done: _StepPlace) -> PublishedStep:
+    def _move(self, done: _StepDestination) -> PublishedStep:
         """Make a completely written step visible to readers."""
 
         def move() -> PublishedStep:
@@ -277,7 +286,7 @@ class Publisher:
             getLogger("relayout").warning("relayout: %s: not all that is retired was deleted: %s", self._root, error)
 
 
-def _taken_over(root: Root) -> FileExistsError:
+def _taken_over(root: StepRepository) -> FileExistsError:
     return FileExistsError(errno.EEXIST, "another publisher has taken over", str(root))
 
 
@@ -287,7 +296,7 @@ def _by_first(group: Group, make: Callable[[], Made], *, is_last: bool = False) 
     return cast("Made", group.all_gather(made, is_last=is_last)[0])
 
 
-def _published(entry: PublishedStep, done: _StepPlace, retention: Retention, index: StepsIndex) -> StepsIndex:
+def _published(entry: PublishedStep, done: _StepDestination, retention: Retention, index: StepsIndex) -> StepsIndex:
     """Return the index with one more step. If another publisher has begun meanwhile, mark the files for deletion.
 
     Their names may have been deleted already: a process that stands still for longer than the grace period writes after
@@ -301,15 +310,15 @@ def _published(entry: PublishedStep, done: _StepPlace, retention: Retention, ind
 
 
 @dataclass(slots=True)
-class _StepPlace:
+class _StepDestination:
     """The location of a step to publish: a `Destination` for a delta, a folder, or both."""
 
-    root: Root
+    root: StepRepository
     step: int
     names: Mapping[str, str]
     """The names of the outputs, by kind."""
     planned: Conversion
-    kept: KeptStep
+    kept: RetainedStep
     threads: int
     group: Group
     signer: Any
@@ -327,7 +336,7 @@ class _StepPlace:
         """Do nothing: these names are unique."""
 
     @contextmanager
-    def begin(self, work: Work, *, gathers: bool = False) -> Iterator[Output]:
+    def begin(self, work: OutputSpec, *, gathers: bool = False) -> Iterator[Output]:
         """Begin the outputs, which are published at the end of the block."""
         with ExitStack() as stack:
             output = self._output(work, stack, partial(StoreDestination.begin, gathers=gathers))
@@ -335,13 +344,16 @@ class _StepPlace:
         self.delta_nbytes = output.delta_nbytes
 
     @contextmanager
-    def begin_part(self, work: Work) -> Iterator[Output]:
+    def begin_part(self, work: OutputSpec) -> Iterator[Output]:
         """Begin parts of the outputs."""
         with ExitStack() as stack:
             yield self._output(work, stack, StoreDestination.begin_part)
 
     def _output(
-        self, work: Work, stack: ExitStack, begun: Callable[[StoreDestination, Work], AbstractContextManager[Output]]
+        self,
+        work: OutputSpec,
+        stack: ExitStack,
+        begun: Callable[[StoreDestination, OutputSpec], AbstractContextManager[Output]],
     ) -> StepOutput:
         delta = full = None
         if DELTA in self.names:
@@ -358,7 +370,7 @@ class _StepPlace:
         """Return model.sig of a folder or a delta with this relayout.json."""
         return signed(self.signer, self.names[kind], {MANIFEST_NAME: sha256(manifest).hexdigest()})
 
-    def _delta_work(self, work: Work) -> Work:
+    def _delta_work(self, work: OutputSpec) -> OutputSpec:
         """Return the description of the delta, for a folder described by `work`."""
         names = [NEW + name for name in other_names(self.planned)]
         names += [delta_name(file.name) for file in self.planned.layout.files]

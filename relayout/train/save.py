@@ -30,7 +30,7 @@ from relayout.conversion.planning import ConvertOptions, PlanOptions
 from relayout.conversion.resume import fingerprint_of
 from relayout.conversion.run import Summary, carry_out, share_memory
 from relayout.core.arguments import integer, size, takes
-from relayout.core.digests import digest_hex
+from relayout.core.digests import xxh3_hex
 from relayout.core.extents import Extent
 from relayout.core.slices import NOT_HELD, Cut, CutTensor, Slice, TensorHead
 from relayout.errors import PlanError, shown
@@ -42,7 +42,7 @@ from relayout.loader.held import HeldTensor
 from relayout.publish.publishers import StoreDestination
 from relayout.reporting import Progress
 from relayout.storage.stores import find_store
-from relayout.train.group_save import Copying, Exchange, GroupSave, MemberParts, PlannedSave
+from relayout.train.group_save import CopyMaker, Exchange, GroupSave, MemberParts, PlannedSave
 from relayout.train.memory_folder import (
     MemoryFolder,
     check_names,
@@ -75,19 +75,19 @@ def holding(
     tensors: Mapping[str, torch.Tensor],
     config: Mapping[str, Any] | str | os.PathLike[str] | None,
     dtype: torch.dtype | None,
-) -> Callable[[bool], Held]:
+) -> Callable[[bool], HeldTensors]:
     """Return a function for the tensors that a process gives to a save by name, see `start`."""
     check_floating(dtype)
     if not isinstance(tensors, Mapping):
         advice = ", such as its state_dict()" if hasattr(tensors, "state_dict") else ""
         raise PlanError(f"tensors is a {type(tensors).__name__}, expected tensors by name{advice}", code="option")
 
-    def hold(is_first: bool) -> Held:
+    def hold(is_first: bool) -> HeldTensors:
         files = files_of(config) if is_first and config is not None else {}
         held = {name: HeldTensor.of(name, tensor, dtype) for name, tensor in tensors.items()}
         content = files.get(CONFIG_NAME, b"{}")
         check_names(held, content, config)
-        return Held(held, files, left_out=second_names(held, content, config))
+        return HeldTensors(held, files, left_out=second_names(held, content, config))
 
     return hold
 
@@ -99,7 +99,7 @@ def check_floating(dtype: object) -> None:
 
 
 @dataclass(frozen=True, slots=True)
-class Held:
+class HeldTensors:
     """The tensors and small files that a process gives to a save."""
 
     tensors: Mapping[str, HeldTensor]
@@ -111,7 +111,7 @@ class Held:
     """Names that are not saved, because another name has the same tensor; in a group, those of the first member are
     used."""
 
-    def on_host(self) -> Held:
+    def on_host(self) -> HeldTensors:
         """Copy the tensors to host memory. Tensors that share memory also share their copy."""
         copies: dict[tuple[object, ...], HeldTensor] = {}
         for one in self.tensors.values():
@@ -132,7 +132,7 @@ class SaveOptions(ConvertOptions, total=False):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Saving(PlanOptions):
+class SaveRequest(PlanOptions):
     """A save: the checked values of `SaveOptions`, and its output. Sizes are numbers of bytes."""
 
     output: str | os.PathLike[str]
@@ -151,11 +151,11 @@ class Saving(PlanOptions):
         for name, parse in (("max_shard_size", size), ("threads", integer), ("memory", size)):
             object.__setattr__(self, name, parse(getattr(self, name), name))
 
-    def run(self, hold: Callable[[bool], Held], group: Group | None) -> Summary:
+    def run(self, hold: Callable[[bool], HeldTensors], group: Group | None) -> Summary:
         """Save the result of `hold`, which is called with True on the first member of the group."""
         return self._alone(hold(True)) if group is None else self._together(hold, group)
 
-    def _alone(self, held: Held) -> Summary:
+    def _alone(self, held: HeldTensors) -> Summary:
         saved = [one for name, one in held.tensors.items() if name not in held.left_out]
         heads, shards, index = self._shards([one.head for one in saved], held.index)
         tensors = [held.tensors[head.name] for head in heads]
@@ -179,7 +179,7 @@ class Saving(PlanOptions):
             resumable=False,
         )
 
-    def _together(self, hold: Callable[[bool], Held], group: Group) -> Summary:
+    def _together(self, hold: Callable[[bool], HeldTensors], group: Group) -> Summary:
         given = hold(group.index == 0)
         first = group.all_gather((self._called, os.urandom(16).hex(), given.files, given.left_out))
         _check_same([called for called, *_ in first])
@@ -201,7 +201,7 @@ class Saving(PlanOptions):
         if self.instead is not None:
             return self.instead(save)
         step_nbytes = min(chunk_nbytes, round_nbytes(group.num_members) // threads)
-        make = partial(Copying, save, exchange, threads, step_nbytes)
+        make = partial(CopyMaker, save, exchange, threads, step_nbytes)
         return GroupSave(save, StoreDestination(planned.output, CONVERTED, self.force), make).carry_out(self.progress)
 
     @property
@@ -243,7 +243,7 @@ class Saving(PlanOptions):
         return self.lay_out(checkpoint_of(folder, heads), find_store(self.output))
 
 
-@takes(SaveOptions, Saving)
+@takes(SaveOptions, SaveRequest)
 def save(
     tensors: Mapping[str, torch.Tensor],
     output: str | os.PathLike[str],
@@ -292,18 +292,18 @@ def save(
         2
     """
 
-    def prepare() -> tuple[Saving, Callable[[bool], Held]]:
-        return Saving(output=output, **options), holding(tensors, config, dtype)
+    def prepare() -> tuple[SaveRequest, Callable[[bool], HeldTensors]]:
+        return SaveRequest(output=output, **options), holding(tensors, config, dtype)
 
     return start(prepare, group, background)
 
 
-Hold = Callable[[bool], Held]
+Hold = Callable[[bool], HeldTensors]
 """Returns the tensors that a process gives to a save; its argument is True on the first member of the group."""
 
 
 def start(
-    prepare: Callable[[], tuple[Saving, Hold]], group: ProcessGroup | None, background: bool
+    prepare: Callable[[], tuple[SaveRequest, Hold]], group: ProcessGroup | None, background: bool
 ) -> Summary | Future[Summary]:
     """Save the tensors of this process, after earlier saves in its line; otherwise as `save`.
 
@@ -326,7 +326,7 @@ def start(
     return line.begin(lambda group: saving.run(lambda _: copied, group))
 
 
-def _saved(prepare: Callable[[], tuple[Saving, Hold]], group: Group | None) -> Summary:
+def _saved(prepare: Callable[[], tuple[SaveRequest, Hold]], group: Group | None) -> Summary:
     saving, hold = prepare()
     return saving.run(hold, group)
 
@@ -338,7 +338,7 @@ def _raise(error: BaseException, _: Group | None) -> NoReturn:
 _SIGNAL_SECONDS = 0.5
 """Seconds that a wait may take to notice Ctrl-C."""
 
-Work = Callable[[Group | None], Summary]
+SaveFunction = Callable[[Group | None], Summary]
 """A save, given its group; None: it has none."""
 
 
@@ -378,13 +378,13 @@ class _Line:
         self._lock = threading.Lock()
         self._last: _Turn | None = None
 
-    def begin(self, work: Work) -> Future[Summary]:
+    def begin(self, work: SaveFunction) -> Future[Summary]:
         """Carry out a save in its turn, in a thread that ends with it."""
         turn = _Turn()
         self._join(turn)
         return self._begin(work, turn)
 
-    def run(self, work: Work) -> Summary:
+    def run(self, work: SaveFunction) -> Summary:
         """Carry out a save in its turn, in this thread."""
         group, turn, has_come = self._group(), _Turn(), False
         try:
@@ -416,7 +416,7 @@ class _Line:
     def _group(self) -> Group:
         return Alone() if self._process_group is None else Group(self._process_group)
 
-    def _begin(self, work: Work, turn: _Turn) -> Future[Summary]:
+    def _begin(self, work: SaveFunction, turn: _Turn) -> Future[Summary]:
         done = Future[Summary]()
         done.set_running_or_notify_cancel()  # The other members begin it, so that it cannot be cancelled.
 
@@ -424,7 +424,7 @@ class _Line:
             try:
                 turn.wait()
                 group = self._group()
-                with group.telling():
+                with group.sharing_errors():
                     result = self._carry_out(work, group)
             except BaseException as error:
                 turn.end()
@@ -439,7 +439,7 @@ class _Line:
             carry_out()
         return done
 
-    def _carry_out(self, work: Work, group: Group) -> Summary:
+    def _carry_out(self, work: SaveFunction, group: Group) -> Summary:
         _running.is_inside = True
         try:
             return work(None if self._process_group is None else group)
@@ -491,7 +491,7 @@ def _check_same(called: Sequence[str]) -> None:
 def _union(held: Mapping[str, HeldTensor], group: Group) -> list[TensorHead]:
     """Return all tensors of the group, those of the first member first."""
     own = [one.head for one in held.values()]
-    if len(set(group.all_gather(digest_hex(repr(own).encode())))) == 1:
+    if len(set(group.all_gather(xxh3_hex(repr(own).encode())))) == 1:
         return own
     heads: dict[str, TensorHead] = {}  # Different ones, such as in pipeline parallelism.
     for member, others in enumerate(group.all_gather(own)):

@@ -26,7 +26,7 @@ from relayout.errors import PlanError
 from relayout.loader.held import HeldTensor, unwrapped
 from relayout.loader.models import check_model, checkpoint_of, storage_of
 from relayout.train.memory_folder import files_of
-from relayout.train.save import Held, SaveOptions, Saving, Sharding, check_floating, start
+from relayout.train.save import HeldTensors, SaveOptions, SaveRequest, Sharding, check_floating, start
 
 if TYPE_CHECKING:
     import torch
@@ -130,7 +130,7 @@ class _Weight:
         return self._weights.read(self._name, index) if isinstance(part, GlobalTensor) else part
 
 
-@takes(SaveOptions, Saving)
+@takes(SaveOptions, SaveRequest)
 def save_pretrained(
     model: Any,
     output: str | os.PathLike[str],
@@ -161,8 +161,8 @@ def save_pretrained(
         FormatError, OSError: as `relayout.save`.
     """
 
-    def prepare() -> tuple[Saving, Callable[[bool], Held]]:
-        saving = Saving(output=output, **options)
+    def prepare() -> tuple[SaveRequest, Callable[[bool], HeldTensors]]:
+        saving = SaveRequest(output=output, **options)
         return saving, holding_model(model, dtype, int(saving.max_shard_size))
 
     return start(prepare, group_of(group), background)
@@ -176,18 +176,18 @@ def group_of(group: ProcessGroup | None) -> ProcessGroup | None:
     return distributed.group.WORLD if group is None and is_distributed else group
 
 
-def holding_model(model: Any, dtype: torch.dtype | None, max_shard_nbytes: int) -> Callable[[bool], Held]:
+def holding_model(model: Any, dtype: torch.dtype | None, max_shard_nbytes: int) -> Callable[[bool], HeldTensors]:
     """Return a function for the tensors that a process gives to a save of a model, see `save.start`."""
     check_floating(dtype)
     model, name_of = unwrapped(model)
 
-    def hold(is_first: bool) -> Held:
+    def hold(is_first: bool) -> HeldTensors:
         state, dtype_of = _state_of(model, name_of), _dtypes_at(model, dtype)
         whole = {name: HeldTensor.of(name, tensor, dtype_of(name)) for name, tensor in state.items()}
-        views, stand_ins = checkpoint_of(model, [one.head for one in whole.values()])
-        index = _sharding(model, stand_ins, max_shard_nbytes)
+        views, stubs = checkpoint_of(model, [one.head for one in whole.values()])
+        index = _sharding(model, stubs, max_shard_nbytes)
         tensors = {name: view.of(name, whole[view.origin]) for name, view in views.items()}
-        return Held(tensors, _small_files(model, dtype or model.dtype) if is_first else {}, index)
+        return HeldTensors(tensors, _small_files(model, dtype or model.dtype) if is_first else {}, index)
 
     return hold
 
@@ -212,12 +212,12 @@ def _dtypes_at(model: Any, dtype: torch.dtype | None) -> Callable[[str], torch.d
     return dtype_of
 
 
-def _sharding(model: Any, stand_ins: dict[str, Any], max_shard_nbytes: int) -> Sharding:
+def _sharding(model: Any, stubs: dict[str, Any], max_shard_nbytes: int) -> Sharding:
     """Return the grouping of a checkpoint's tensors into shards, as `save_pretrained` does it."""
     from huggingface_hub import split_state_dict_into_shards_factory
 
     split = split_state_dict_into_shards_factory(
-        stand_ins,
+        stubs,
         get_storage_size=lambda tensor: tensor.untyped_storage().nbytes(),
         get_storage_id=storage_of,
         filename_pattern=SINGLE_NAME.replace(".", "{suffix}.", 1),
@@ -252,10 +252,10 @@ def _state_of(model: Any, name_of: Callable[[str], str]) -> dict[str, torch.Tens
     own = [*model.named_parameters(remove_duplicate=False), *model.named_buffers(remove_duplicate=False)]
     parameters = {name_of(name): tensor for name, tensor in own}
     shared: dict[int, torch.Tensor] = {}
-    stand_ins = {
+    stubs = {
         name: shared.setdefault(id(parameters.get(name, tensor)), torch.empty(1)) for name, tensor in state.items()
     }
-    return {name: state[name] for name in remove_tied_weights_from_state_dict(stand_ins, model)}
+    return {name: state[name] for name in remove_tied_weights_from_state_dict(stubs, model)}
 
 
 def _check_scopes(model: Any) -> None:

@@ -16,7 +16,7 @@ from typer.testing import CliRunner
 from relayout.benchmark.commands import may_drop_caches
 from relayout.benchmark.run import Folders, RankGroup
 from relayout.benchmark.samples import DriveSample
-from relayout.benchmark.verdict import Measured, RankLoads
+from relayout.benchmark.verdict import Measurement, RankLoads
 from relayout.cli import signals
 from relayout.cli.app import app
 
@@ -51,9 +51,9 @@ def test_what_was_measured_before_a_signal_is_printed(
 ) -> None:
     load, left = RankGroup._load, [None] * done
 
-    def stopped(group: RankGroup, name: str) -> Measured:
+    def stopped(group: RankGroup, name: str) -> Measurement:
         if not left:
-            raise signals.Signalled(signal.SIGTERM)
+            raise signals.SignalReceived(signal.SIGTERM)
         left.pop()
         return load(group, name)
 

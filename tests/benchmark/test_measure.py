@@ -11,7 +11,7 @@ from relayout.benchmark import measure
 from relayout.benchmark.loaders import LOADERS
 from relayout.benchmark.measure import plan_bench
 from relayout.benchmark.run import Folders, RankGroup
-from relayout.benchmark.verdict import Measured
+from relayout.benchmark.verdict import Measurement
 from relayout.errors import PlanError
 
 
@@ -65,7 +65,7 @@ def test_without_a_number_of_runs_the_last_loads_are_left_out_when_time_is_over(
 ) -> None:
     load, now = RankGroup._load, [0.0]
 
-    def slow(group: RankGroup, name: str) -> Measured:
+    def slow(group: RankGroup, name: str) -> Measurement:
         now[0] += 24 / len(plan.loaders)  # Peers that are not installed are no loaders.
         return load(group, name)
 

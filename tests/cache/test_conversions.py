@@ -377,7 +377,7 @@ def test_an_entrythat_is_damaged_is_made_again(
 def test_an_entry_in_use_stays_though_it_is_damaged_and_the_source_is_read(model: Path, cache: Path) -> None:
     source = relayout.storage.stores.find_input(model)
     truth = relayout.load(model, 0, tp=TP, cache="")
-    with conversions.kept_conversion(source, TP, Cache(cache)).entry:
+    with conversions.cached_conversion(source, TP, Cache(cache)).entry:
         [entry] = entries_of(cache)
         of_one(entry, RANK).unlink()
         left = sorted(entry.rglob("*"))
@@ -491,7 +491,7 @@ def test_a_cache_without_room_is_said_and_the_source_is_read(model: Path, cache:
 def test_an_entry_in_use_stays_and_the_least_used_goes(model: Path, llama: Path, cache: Path, tmp_path: Path) -> None:
     limited = Cache(cache, int(1.5 * sum(file.stat().st_size for file in model.iterdir())) + 2**20)
     relayout.load(model, 0, tp=TP, cache=limited)
-    held = conversions.kept_conversion(relayout.storage.stores.find_input(model), TP, limited)
+    held = conversions.cached_conversion(relayout.storage.stores.find_input(model), TP, limited)
     other = shutil.copytree(llama, tmp_path / "other")
     os.utime(min(other.glob("*.safetensors")))
     with pytest.warns(UserWarning, match="no room"):
@@ -531,7 +531,7 @@ def test_a_node_keeps_only_its_own_ranks(model: Path, by_itself: Path, tmp_path:
         cache = tmp_path / f"node-{node}"
         source = relayout.storage.stores.find_input(model)
         with ThreadPoolExecutor(2) as pool:
-            calls = [pool.submit(conversions.kept_conversion, source, TP, Cache(cache), ranks=ranks) for _ in ranks]
+            calls = [pool.submit(conversions.cached_conversion, source, TP, Cache(cache), ranks=ranks) for _ in ranks]
             [folder] = {call.result().folder for call in calls}
         for rank in ranks:
             assert_equal(relayout.load(folder, rank, verify=True), whole_tensors(by_itself, f"model-rank-{rank}-*"))

@@ -23,7 +23,7 @@ from relayout.cache.folder import Cache, HeldEntry
 from relayout.commands.cache import cache as clear
 from relayout.errors import FormatError, PlanError
 from relayout.storage.local import descriptors
-from relayout.storage.local.descriptors import HeldLock, locked_file, open_ours
+from relayout.storage.local.descriptors import FileLock, locked_file, open_ours
 
 OWN = "relayout-cache-v1"
 OLD, NEW, OTHER = "a" * 32, "b" * 32, "c" * 32
@@ -342,7 +342,7 @@ def test_garbage_in_the_place_of_a_reservation_is_nothing(tmp_path: Path, note: 
     fill(cache, OLD, 1)
     path = tmp_path / OWN / f".coming-{'0' * 16}"
     path.write_bytes(note)
-    with HeldLock(open_ours(path)) as lock:
+    with FileLock(open_ours(path)) as lock:
         assert lock.try_lock()
         assert has_room(cache, 1000)
         assert path.exists()
@@ -445,7 +445,7 @@ def test_an_entry_in_which_something_is_wrong_is_made_again(tmp_path: Path) -> N
     with cache.hold(OLD, check):
         assert not (entry / "sub").exists()
     fill(cache, OTHER, 2000)
-    cache.hold(OTHER).doubt()
+    cache.hold(OTHER).invalidate()
     with cache.hold(OTHER) as held:
         assert not (held.folder / "sub").exists()
     with pytest.raises(PlanError, match="is torn, although it was rebuilt"):

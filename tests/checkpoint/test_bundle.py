@@ -40,7 +40,7 @@ def signer(tmp_path_factory: pytest.TempPathFactory) -> Keys:
     return make_keys(tmp_path_factory.mktemp("signer"))
 
 
-def stock_signature(model: Path, key: Path, certificate: Path | None = None, chain: tuple[Path, ...] = ()) -> bytes:
+def reference_signature(model: Path, key: Path, certificate: Path | None = None, chain: tuple[Path, ...] = ()) -> bytes:
     """model.sig of a folder, by the package."""
     from model_signing.signing import Config
 
@@ -102,7 +102,7 @@ def test_a_signature_of_the_package_lists_the_digest_of_each_file(
 ) -> None:
     private, public = pem(ec.generate_private_key(curve), tmp_path, "one")
     _, other = pem(ec.generate_private_key(curve), tmp_path, "other")
-    signature = stock_signature(model, private)
+    signature = reference_signature(model, private)
     assert listed_by_key(signature, str(public)) == SignedFiles("model", digests_of(model))
     with pytest.raises(FormatError, match="another key signed it"):
         listed_by_key(signature, str(other))
@@ -113,7 +113,7 @@ def test_a_signature_of_the_package_lists_the_digest_of_each_file(
 
 
 def test_a_key_that_no_signature_can_be_of_is_an_error(model: Path, signer: Keys, tmp_path: Path) -> None:
-    signature = json.loads(stock_signature(model, signer.key))
+    signature = json.loads(reference_signature(model, signer.key))
     signature["verificationMaterial"]["publicKey"].pop("hint")
     for key in (ec.generate_private_key(ec.SECP256K1()), rsa.generate_private_key(65537, 2048)):
         _, public = pem(key, tmp_path, "odd")
@@ -184,7 +184,7 @@ EDITS: dict[str, tuple[bool, Callable[[Bundle, Keys], None]]] = {
 @pytest.mark.parametrize("name", EDITS)
 def test_a_bundle_is_accepted_where_the_package_accepts_it(model: Path, signer: Keys, name: str) -> None:
     is_accepted, edit = EDITS[name]
-    bundle = json.loads(stock_signature(model, signer.key))
+    bundle = json.loads(reference_signature(model, signer.key))
     edit(bundle, signer)
     signature = json.dumps(bundle).encode()
     assert stock(model, signature, key=signer.public) is is_accepted
@@ -202,7 +202,7 @@ STRICTER: dict[str, Callable[[Bundle, Keys], None]] = {
 
 @pytest.mark.parametrize("name", STRICTER)
 def test_what_could_be_read_in_two_ways_is_refused(model: Path, signer: Keys, name: str) -> None:
-    bundle = json.loads(stock_signature(model, signer.key))
+    bundle = json.loads(reference_signature(model, signer.key))
     STRICTER[name](bundle, signer)
     with pytest.raises(FormatError):
         listed_by_key(json.dumps(bundle).encode(), str(signer.public))
@@ -277,7 +277,7 @@ def test_a_certificate_is_accepted_where_the_package_accepts_it(model: Path, tmp
     key = ec.generate_private_key(ec.SECP256R1())
     private, _ = pem(key, tmp_path, "leaf")
     (tmp_path / "leaf.crt").write_bytes(authority.issue("leaf", key.public_key(), **fields))
-    signature = stock_signature(model, private, tmp_path / "leaf.crt", (authority.root,))
+    signature = reference_signature(model, private, tmp_path / "leaf.crt", (authority.root,))
     assert stock(model, signature, root=authority.root) is is_accepted
     assert accepted(lambda: listed_by_certificates(signature, [authority.root])) is is_accepted
     assert not accepted(lambda: listed_by_certificates(signature, [stranger.root]))
@@ -289,7 +289,7 @@ def test_a_chain_is_followed_and_a_certificate_is_not_its_neighbor(model: Path, 
     private, _ = pem(key, tmp_path, "leaf")
     (tmp_path / "below.crt").write_bytes(root.issue("below", below.key.public_key(), is_authority=True))
     (tmp_path / "leaf.crt").write_bytes(below.issue("leaf", key.public_key(), usage=True))
-    signature = stock_signature(model, private, tmp_path / "leaf.crt", (tmp_path / "below.crt",))
+    signature = reference_signature(model, private, tmp_path / "leaf.crt", (tmp_path / "below.crt",))
     assert stock(model, signature, root=root.root)
     assert listed_by_certificates(signature, [root.root]) == SignedFiles("model", digests_of(model))
     for chain, says in (

@@ -17,7 +17,7 @@ from support.holes import MIB, never_write
 
 import relayout
 from relayout.checkpoint.converted import (
-    Proven,
+    VerifiedFile,
     check_intact,
     find_signature,
     names_of_index,
@@ -105,8 +105,10 @@ def test_zeros_may_be_a_hole_and_only_chunks_with_holes_are_read(
     start = file.stat().st_size - 4 * MIB
     assert not any(stored[start:])
     reads: list[int] = []
-    read = Proven.read
-    monkeypatch.setattr(Proven, "read", lambda self, offset, view: (reads.append(offset), read(self, offset, view))[1])
+    read = VerifiedFile.read
+    monkeypatch.setattr(
+        VerifiedFile, "read", lambda self, offset, view: (reads.append(offset), read(self, offset, view))[1]
+    )
     check_intact(find_input(tmp_path / "out"))
     assert not reads
     never_write(file, start)

@@ -22,7 +22,7 @@ from support.models import llama_files
 import relayout
 from relayout.checkpoint import reuse
 from relayout.checkpoint.converted import read_manifest
-from relayout.checkpoint.reuse import Contents, Reuse, Taken, plan_reuse
+from relayout.checkpoint.reuse import Contents, Reuse, ReusedRange, plan_reuse
 from relayout.core.extents import Extent
 from relayout.storage.stores import Store, find_store
 from relayout.storage.system import Buffer
@@ -59,11 +59,11 @@ def contents(folder: Path | str) -> Contents:
     return Contents.read(store, manifest, manifest.holders)
 
 
-def planned_nbytes(plan: Mapping[int, list[Taken]]) -> int:
+def planned_nbytes(plan: Mapping[int, list[ReusedRange]]) -> int:
     return sum(one.extent.nbytes for taken in plan.values() for one in taken)
 
 
-def wrong_nbytes(new: Path, old: Path, plan: Mapping[int, list[Taken]]) -> int:
+def wrong_nbytes(new: Path, old: Path, plan: Mapping[int, list[ReusedRange]]) -> int:
     """Bytes of planned ranges that differ, once each range is inside both files, and they are in order."""
     files, others = (read_manifest(find_store(str(folder))).files for folder in (new, old))
     wrong = 0
@@ -106,19 +106,19 @@ def test_of_a_larger_vocabulary_all_but_the_new_rows_is_planned(folders: Path) -
     assert wrong_nbytes(folders / "grown", folders / "base", plan) == 0
     total = sum(file.nbytes - file.data_start for file in new.manifest.files)
     assert total - planned_nbytes(plan) <= NEW_ROWS * 512 * 2 + 4 * 2 * reuse._MIN_NBYTES
-    equal = {new.proofs[0][at : at + 32] for at in range(0, len(new.proofs[0]), 32)}
-    assert not equal & {old.proofs[0][at : at + 32] for at in range(0, len(old.proofs[0]), 32)}
+    equal = {new.chunk_digests[0][at : at + 32] for at in range(0, len(new.chunk_digests[0]), 32)}
+    assert not equal & {old.chunk_digests[0][at : at + 32] for at in range(0, len(old.chunk_digests[0]), 32)}
 
 
 def test_with_other_chunks_slices_are_found(folders: Path) -> None:
     base = contents(folders / "base")
     step = 2**16
-    proofs = {}
+    chunk_digests = {}
     for number, file in enumerate(base.manifest.files):
         stored = (folders / "base" / file.name).read_bytes()
         pieces = [stored[at : at + step] for at in range(file.data_start, len(stored), step)]
-        proofs[number] = b"".join(blake3(piece).digest() for piece in pieces)
-    other = Contents(replace(base.manifest, chunk_nbytes=step), proofs, base.tables, base.digests)
+        chunk_digests[number] = b"".join(blake3(piece).digest() for piece in pieces)
+    other = Contents(replace(base.manifest, chunk_nbytes=step), chunk_digests, base.tables, base.digests)
     plan = plan_reuse(contents(folders / "tuned"), other)
     assert planned_nbytes(plan) > 0.6 * sum(file.nbytes for file in base.manifest.files)
     assert wrong_nbytes(folders / "tuned", folders / "base", plan) == 0
@@ -306,7 +306,7 @@ def test_whole_chunks_share_blocks_and_nothing_else_does(folders: Path) -> None:
 def test_a_chunk_that_has_moved_by_less_than_a_block_is_read(folders: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     base = contents(folders / "base")
     chunk = Extent(base.manifest.files[0].data_start, base.manifest.chunk_nbytes)
-    moved = {0: [Taken(chunk, 0, chunk.offset + 16)]}
+    moved = {0: [ReusedRange(chunk, 0, chunk.offset + 16)]}
     monkeypatch.setattr(reuse, "plan_reuse", lambda new, old: moved)
     output = Sharing()
     assert cloned(folders / "base", base, [chunk], output) == ([False], 0)

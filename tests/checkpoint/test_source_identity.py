@@ -23,7 +23,7 @@ from relayout.checkpoint.source import (
     SourceTensor,
     identity_of,
     is_unchanged,
-    place_of,
+    location_of,
     read_source,
     samples_of,
 )
@@ -115,12 +115,12 @@ def test_a_file_that_was_rewritten_in_place_is_told_by_a_time_that_nobody_can_se
     path = tmp_path / "model.safetensors"
     path.write_bytes(b"one")
     before = path.stat()
-    known = place_of(path)
+    known = location_of(path)
     while path.stat().st_ctime_ns == before.st_ctime_ns:  # The clock of the file system is coarse.
         path.write_bytes(b"two")
         os.utime(path, ns=(before.st_atime_ns, before.st_mtime_ns))
     assert (path.stat().st_ino, path.stat().st_mtime_ns) == (before.st_ino, before.st_mtime_ns)
-    assert place_of(path) != known
+    assert location_of(path) != known
 
 
 @pytest.mark.parametrize(("kind", "is_kept"), [("ext4", True), ("nfs4", True), ("fuse.sshfs", False), ("vfat", False)])
@@ -129,7 +129,7 @@ def test_inodes_count_where_they_stay(
 ) -> None:
     """Some file systems number their files anew at each mount."""
     monkeypatch.setattr("relayout.checkpoint.source._kind_at", lambda folder, device: kind)
-    assert (tmp_path.stat().st_ino in place_of(tmp_path)) == is_kept
+    assert (tmp_path.stat().st_ino in location_of(tmp_path)) == is_kept
 
 
 class Server(LocalStore):

@@ -23,7 +23,7 @@ from support.page_cache import drop
 from support.rebuilding import edit_table
 from support.remote import HEAD
 from support.signed_folders import FILES, NUM_RANKS, by_other_digests, edit, flip, in_store, make_signed, sealed
-from support.signing import UNTRUSTED, Keys, make_keys, stock_accepts, write_states
+from support.signing import UNTRUSTED, Keys, make_keys, reference_accepts, write_states
 from support.toy_store import shelf
 
 import relayout
@@ -83,7 +83,7 @@ def test_verify_says_whose_signature_was_proven_and_that_one_was_not(
 def test_what_is_signed_is_loaded(source: Path, keys: Keys, tmp_path: Path, layout: str) -> None:
     folder = make_signed(source, tmp_path / "model", keys, layout=layout)
     whole = read_tensors(source)
-    assert stock_accepts(folder, keys)
+    assert reference_accepts(folder, keys)
     assert relayout.verify(folder, source=source, trust=keys.policy).ok
     for way in WAYS.values():
         assert_rank(way(folder, keys.policy), whole, 1, NUM_RANKS)
@@ -186,7 +186,7 @@ def signed_by_another(folder: Path, other: Path, keys: Keys) -> None:
     stranger = make_keys(folder.parent, "stranger")
     forged(folder, other, keys)
     relayout.sign(folder, key=stranger.key)
-    assert stock_accepts(folder, stranger)
+    assert reference_accepts(folder, stranger)
 
 
 def signed_by_another_in_its_name(folder: Path, other: Path, keys: Keys) -> None:
@@ -274,7 +274,7 @@ def other(source: Path, keys: Keys, tmp_path_factory: pytest.TempPathFactory) ->
 
 def refused(folder: Path, keys: Keys, tmp_path: Path) -> None:
     """All of a folder is read: it is refused, here as by the stock verifier."""
-    assert not stock_accepts(folder, keys)
+    assert not reference_accepts(folder, keys)
     with pytest.raises(RelayoutError):
         relayout.restore(folder, tmp_path / "restored", trust=keys.policy)
     assert not (tmp_path / "restored").exists()
@@ -301,7 +301,7 @@ def test_a_flipped_bit_is_refused_anywhere(
     edit(copy_of, name, flip(place))
     # In a header or the index for stock loaders, which `restore` does not read.
     if (place == 0 and name.startswith("model-rank")) or name.endswith(".index.json"):
-        assert not stock_accepts(copy_of, keys)
+        assert not reference_accepts(copy_of, keys)
         assert not relayout.verify(copy_of, trust=keys.policy).ok
         relayout.restore(copy_of, tmp_path / "restored", trust=keys.policy)
         assert content(tmp_path / "restored") == content(source)
@@ -327,7 +327,7 @@ def test_a_missing_file_is_refused(copy_of: Path, keys: Keys, tmp_path: Path, na
 def test_a_file_that_was_added_is_not_there(copy_of: Path, source: Path, keys: Keys) -> None:
     """It would say how weights are quantized, and another degree would be cut by it."""
     (copy_of / "quantize_config.json").write_text('{"bits": 4}')
-    assert not stock_accepts(copy_of, keys)
+    assert not reference_accepts(copy_of, keys)
     report = relayout.verify(copy_of, trust=keys.policy)
     says = "quantize_config.json: is not signed; if it belongs there, relayout sign signs the folder again"
     assert [str(each) for each in report.differences] == [says]

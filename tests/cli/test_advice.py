@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from relayout.cli.advice import next_step
-from relayout.cli.signals import Signalled
+from relayout.cli.signals import SignalReceived
 from relayout.errors import FormatError, MissingPathError, PlanError
 
 
@@ -69,7 +69,7 @@ from relayout.errors import FormatError, MissingPathError, PlanError
             "relayout plans show llama",
         ),
         (FormatError("version 9", path="m/relayout.json", code="version"), "inspect m", "install a newer relayout"),
-        (Signalled(signal.SIGINT), "convert m --tp 2", "run the same command again"),
+        (SignalReceived(signal.SIGINT), "convert m --tp 2", "run the same command again"),
         (MemoryError(), "convert m --tp 2", "free -h"),
         (OSError(errno.EIO, "I/O error", "m/a"), "verify m", "dmesg | tail"),
         (OSError(errno.EACCES, "denied", "https://host/m"), "verify m", "curl -I https://host/m"),

@@ -10,7 +10,7 @@ import pytest
 from typer.testing import CliRunner
 
 import relayout
-from relayout.cache.conversions import kept_conversion
+from relayout.cache.conversions import cached_conversion
 from relayout.cache.folder import Cache
 from relayout.cli.app import app
 from relayout.commands.cache import add, cache
@@ -53,7 +53,7 @@ def test_an_entryin_use_and_the_files_of_others_stay(folder: Path, llama: Path) 
     for path in theirs:
         path.parent.mkdir(exist_ok=True)
         path.write_text("theirs")
-    used = kept_conversion(find_input(llama), 4, Cache(folder))
+    used = cached_conversion(find_input(llama), 4, Cache(folder))
     listing = cache(folder, clear=True)
     assert [(entry.num_ranks, entry.is_in_use) for entry in listing.entries] == [(4, True)]
     assert listing.in_use == (listing.entries[0].name,)

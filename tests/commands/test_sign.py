@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 from support.signed_folders import FILES, by_other_digests, edit, flip, in_store
-from support.signing import Keys, stock_accepts
+from support.signing import Keys, reference_accepts
 from support.toy_store import shelf
 from typer.testing import CliRunner
 
@@ -28,7 +28,7 @@ def test_a_store_is_signed_where_it_is(copy_of: Path, keys: Keys) -> None:
     relayout.sign(url, key=keys.key)
     (copy_of / "model.sig").write_bytes(shelf("signing").get("model/model.sig", 0, None, None).content())
     assert (copy_of / "model.sig").read_bytes() != expected  # ECDSA draws a number.
-    assert stock_accepts(copy_of, keys)
+    assert reference_accepts(copy_of, keys)
     assert len(relayout.load(url, 0, trust=keys.policy)) > 5
 
 

@@ -23,8 +23,8 @@ from support.rebuilding import rebuild
 import relayout
 from relayout.cli.command import Line
 from relayout.cli.render import verification
+from relayout.conversion.copy_plan import Target
 from relayout.conversion.run import FileSink
-from relayout.conversion.steps import Target
 from relayout.core.slices import NOT_HELD, Cut, Slice
 from relayout.errors import FormatError
 from relayout.format.safetensors import parse_header

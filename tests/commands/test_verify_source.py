@@ -16,7 +16,7 @@ from support.signing import Keys, make_keys
 import relayout
 from relayout.cli.command import Line, Listing
 from relayout.cli.render import source_verification
-from relayout.commands.verify_source import SourceVerification, is_plain
+from relayout.commands.verify_source import SourceVerification, is_unconverted
 from relayout.errors import FormatError, PlanError
 from relayout.storage.stores import find_input
 
@@ -225,12 +225,12 @@ def test_a_signature_counts_under_a_policy_and_lists_all_files(source: Path, key
 
 
 def test_only_plain_checkpoints_are_taken(copy_of: Path, source: Path, tmp_path: Path) -> None:
-    assert is_plain(find_input(source))
+    assert is_unconverted(find_input(source))
     (tmp_path / "empty").mkdir()
     without = tmp_path / "without"
     shutil.copytree(copy_of, without)
     (without / "relayout.json").unlink()
     for folder in (copy_of, without, tmp_path / "empty", tmp_path / "none"):
-        assert not is_plain(find_input(folder))
+        assert not is_unconverted(find_input(folder))
         with pytest.raises(PlanError, match="is not a plain checkpoint"):
             relayout.verify_source(folder)

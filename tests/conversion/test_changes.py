@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from relayout.conversion.changes import ElementWidths, EncodedPiece, element_widths, widths_in, write_pieces
-from relayout.core.digests import proof_hex
+from relayout.core.digests import blake3_hex
 from relayout.core.extents import Extent
 from relayout.format.delta import DeltaFile, delta_name, dump_index
 from relayout.format.safetensors import Header, TensorEntry
@@ -55,13 +55,13 @@ class Put:
 
 @pytest.mark.parametrize("changes", [[], [(1, b"one")], [(0, b"zero"), (2, b""), (3, b"three")]])
 def test_a_file_of_a_delta_is_its_pieces_and_behind_them_its_index(changes: list[tuple[int, bytes]]) -> None:
-    made, content = Put(), proof_hex(b"as it is now")
+    made, content = Put(), blake3_hex(b"as it is now")
     pieces = [EncodedPiece(number, encoded, content) for number, encoded in changes]
     found = write_pieces(made, "model.safetensors", 7, pieces)  # type: ignore[arg-type]
-    rows = [(number, len(encoded), proof_hex(encoded), content) for number, encoded in changes if encoded]
+    rows = [(number, len(encoded), blake3_hex(encoded), content) for number, encoded in changes if encoded]
     if not rows:
         assert (made.files, found) == ({}, None)
         return
     index, stored = dump_index(rows), b"".join(encoded for _, encoded in changes)
     assert made.files == {delta_name("model.safetensors"): stored + index}
-    assert found == DeltaFile(7, len(stored) + len(index), len(rows), proof_hex(index))
+    assert found == DeltaFile(7, len(stored) + len(index), len(rows), blake3_hex(index))

@@ -28,10 +28,10 @@ from support.interruptions import claims_in
 from support.mounts import mounted_tmpfs
 from support.profile import IS_LONG, sample
 
+from relayout.conversion.copy_plan import SMALL_NBYTES
 from relayout.conversion.layout import Conversion
 from relayout.conversion.planning import plan_conversion
 from relayout.conversion.run import carry_out
-from relayout.conversion.steps import SMALL_NBYTES
 
 pytestmark = pytest.mark.skipif(not sys.platform.startswith("linux"), reason="takes Linux's dynamic linker and /proc")
 

@@ -23,8 +23,8 @@ from support.planning import conversion_of, plan_of
 import relayout
 from relayout.checkpoint.converted import read_digests, read_source_digests
 from relayout.checkpoint.source import SourceCheckpoint
+from relayout.conversion.copy_plan import SOURCE, CopyPlan, TensorDigests, TensorHashes, run_copy_steps
 from relayout.conversion.sidecar import digests_of_all
-from relayout.conversion.steps import SOURCE, CopyPlan, TensorDigests, TensorHashes, run_steps
 from relayout.core.slices import Slice
 from relayout.core.workers import Stop
 from relayout.plans.plan import Plan
@@ -113,7 +113,7 @@ def test_a_tensor_of_which_bytes_were_not_hashed_has_no_digest(tmp_path: Path) -
     source = read_source(write(tmp_path / "model", arrays))
     plan = plan_of("x", 1, ((Slice(),),) * 3)
     conversion = conversion_of(source, plan, 4096)
-    passed = run_steps(conversion, CopyPlan(conversion).steps(0), None, threads=2)
+    passed = run_copy_steps(conversion, CopyPlan(conversion).steps(0), None, threads=2)
     expected = [TensorDigests(digest(one), (digest(one),)) for one in arrays.values()]
     assert digests_of_all(conversion, passed) == expected
     del passed[1]

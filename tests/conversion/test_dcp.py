@@ -15,7 +15,7 @@ from support.conversions import (
     assert_same,
     dcp_tensors,
     grouped,
-    stock_tensors,
+    reference_tensors,
 )
 from support.local_stores import read_manifest, read_table
 from torch.distributed.checkpoint import HuggingFaceStorageReader
@@ -37,7 +37,7 @@ FUSED = {
 
 
 def assert_whole(folder: Path, source: Path) -> None:
-    found, expected = dcp_tensors(folder, one_of_each_kind=True), stock_tensors(source)
+    found, expected = dcp_tensors(folder, one_of_each_kind=True), reference_tensors(source)
     assert {collapse_numbers(name) for name in found} == {collapse_numbers(name) for name in expected}
     assert_same(found, {name: expected[name] for name in found}, folder)
 
@@ -89,7 +89,7 @@ def test_interleaved_heads_are_a_box_where_a_rank_has_one_only(
 @pytest.mark.parametrize("tp", [2, 8])
 def test_what_it_cannot_read_it_does_not_take_for_dcp_tensors(tp: int, conversions: Conversions) -> None:
     """Such files say nothing of their places in the whole: it finds one rank's slices, of other shapes."""
-    source = stock_tensors(conversions.source("phi3"))
+    source = reference_tensors(conversions.source("phi3"))
     reader = HuggingFaceStorageReader(str(conversions.at("phi3", tp)))
     with pytest.raises(CheckpointException, match="Size mismatch"):
         dcp.load({name: torch.zeros_like(one) for name, one in source.items()}, storage_reader=reader, no_dist=True)

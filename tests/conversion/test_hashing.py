@@ -112,9 +112,9 @@ def test_bytes_that_two_reads_have_otherwise_are_an_error(
         rot(path)
         copied.set()
 
-    make_units = run._Making.make_units
+    make_units = run._UnitMaker.make_units
     monkeypatch.setattr(hashing, "to_hash", late)
-    monkeypatch.setattr(run._Making, "make_units", write_units)
+    monkeypatch.setattr(run._UnitMaker, "make_units", write_units)
     monkeypatch.setattr(run, "check_unchanged", lambda *_: None)  # Which would see the new times.
     with pytest.raises(FormatError, match="two reads of it differ") as caught:
         relayout.convert(downloads.snapshot, tmp_path / "out", tp=2)

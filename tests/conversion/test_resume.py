@@ -8,8 +8,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from relayout.conversion.copy_plan import TensorDigests, WrittenDigests
 from relayout.conversion.resume import Fingerprint, dump_notes, parse_notes
-from relayout.conversion.steps import TensorDigests, Written
 
 DIGESTS = st.text("0123456789abcdef", min_size=2, max_size=8)
 TENSORS = st.dictionaries(
@@ -20,12 +20,14 @@ TENSORS = st.dictionaries(
 CHUNKS = st.dictionaries(st.integers(0, 10**4), st.binary(max_size=64), max_size=5)
 
 
-@given(st.builds(Fingerprint, DIGESTS, DIGESTS), DIGESTS, st.builds(Written, TENSORS, CHUNKS))
-def test_notes_are_read_back(fingerprint: Fingerprint, here: str, written: Written) -> None:
+@given(st.builds(Fingerprint, DIGESTS, DIGESTS), DIGESTS, st.builds(WrittenDigests, TENSORS, CHUNKS))
+def test_notes_are_read_back(fingerprint: Fingerprint, here: str, written: WrittenDigests) -> None:
     assert parse_notes(dump_notes(fingerprint, here, written)) == (fingerprint, here, written)
 
 
-NOTES = json.loads(dump_notes(Fingerprint("s", "o"), "h", Written({1: TensorDigests("aa", ("bb",))}, {0: b"\1"})))
+NOTES = json.loads(
+    dump_notes(Fingerprint("s", "o"), "h", WrittenDigests({1: TensorDigests("aa", ("bb",))}, {0: b"\1"}))
+)
 
 
 @pytest.mark.parametrize(

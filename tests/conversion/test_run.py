@@ -14,7 +14,7 @@ import numpy as np
 import pytest
 from safetensors import safe_open
 from safetensors.numpy import save_file
-from support.conversions import stock_tensors
+from support.conversions import reference_tensors
 from support.models import as_integers, expected_slice, read_tensors
 from support.profile import sample
 
@@ -99,7 +99,7 @@ def test_the_index_of_slices_names_their_files_and_one_that_is_missing_so_that_o
     *files, (_, missing) = top["weight_map"].items()
     assert missing == "this-folder-is-converted-for-2-ranks-and-needs-relayout.safetensors"
     assert not (out / missing).exists()
-    whole = stock_tensors(llama)
+    whole = reference_tensors(llama)
     assert top["metadata"]["total_size"] == sum(one.nbytes for one in whole.values())
     assert {name for name, _ in files} == set(whole)
     for name, file in files:

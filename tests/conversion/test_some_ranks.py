@@ -20,9 +20,9 @@ from support.planning import conversion_of, plan_of
 from support.profile import sample
 
 import relayout
+from relayout.conversion.copy_plan import CopyPlan, Target, run_copy_steps
 from relayout.conversion.jobs import UnitJob, commit_jobs, run_job, unit_jobs
 from relayout.conversion.layout import Conversion
-from relayout.conversion.steps import CopyPlan, Target, run_steps
 from relayout.core.slices import NOT_HELD, WHOLE, Slice
 from relayout.errors import PlanError
 from relayout.storage.local.store import InputFile
@@ -218,7 +218,7 @@ def test_some_ranks_get_what_they_get_of_all_and_only_the_rows_that_they_need_ar
 
         plan = CopyPlan(one, chunk_nbytes=4096, small_nbytes=600)
         steps = [step for unit in range(len(one.layout.units)) for step in plan.steps(unit)]
-        digests = run_steps(one, steps, put, threads=1)
+        digests = run_copy_steps(one, steps, put, threads=1)
     own = {name for name in written[0] if any(f"-rank-{rank}-" in name for rank in ranks)}
     assert written[1] == {name: written[0][name] for name in own}
     for t, tensor in enumerate(conversion.source.tensors):

@@ -11,7 +11,7 @@ import pytest
 import torch
 from safetensors import safe_open
 from safetensors.torch import load_file
-from support.conversions import Conversions, dcp_tensors, grouped, stock_tensors
+from support.conversions import Conversions, dcp_tensors, grouped, reference_tensors
 from support.interruptions import interrupted_before_the_end
 from support.loader_fixtures import assert_equal
 from support.profile import sample
@@ -56,7 +56,7 @@ def test_it_is_an_ordinary_checkpoint_and_gives_back_its_source(
     name: str, conversions: Conversions, tmp_path: Path
 ) -> None:
     out, source = conversions.whole(name, conversions.largest(name)), conversions.source(name)
-    expected = stock_tensors(source)
+    expected = reference_tensors(source)
     assert_equal(stock(out), expected)
     with relayout.safe_open(out) as view:
         assert_equal({key: view.get_tensor(key) for key in view.keys()}, expected)  # noqa: SIM118 (it is no mapping)
@@ -75,7 +75,7 @@ def test_a_rank_has_files_of_its_own_for_what_is_not_contiguous_alone(conversion
         with safe_open(path, framework="np") as file:
             held |= set(file.keys())
     assert {name.rsplit(".", 2)[-2] for name in held} == {"o_proj", "down_proj"}
-    source = sum(tensor.nbytes for tensor in stock_tensors(conversions.source("llama")).values())
+    source = sum(tensor.nbytes for tensor in reference_tensors(conversions.source("llama")).values())
     files = [*out.glob("*.safetensors"), *out.glob("*.slices")]
     stored = sum(path.stat().st_size for path in files)
     by_columns = sum(tensor.nbytes for name, tensor in stock(out).items() if name in held)
@@ -85,7 +85,7 @@ def test_a_rank_has_files_of_its_own_for_what_is_not_contiguous_alone(conversion
 def test_at_one_rank_it_is_the_source_in_another_order(conversions: Conversions) -> None:
     out = conversions.whole("llama", 1)
     assert not list(out.glob("relayout-rank-*.slices"))
-    assert_equal(relayout.load(out, 0), stock_tensors(conversions.source("llama")))
+    assert_equal(relayout.load(out, 0), reference_tensors(conversions.source("llama")))
 
 
 def test_an_interrupted_conversion_is_gone_on_with(conversions: Conversions, tmp_path: Path) -> None:

@@ -13,13 +13,13 @@ from hypothesis import strategies as st
 from support.patience import in_time
 
 from relayout.core.digests import (
+    BLAKE3_NBYTES,
     EMPTY_DIGEST,
-    PROOF_NBYTES,
     ExtentDigests,
     OrderedDigests,
-    digest_hex,
-    new_proof,
-    proof_hex,
+    blake3_hex,
+    new_blake3,
+    xxh3_hex,
 )
 from relayout.core.extents import Extent
 from relayout.core.workers import Stop, Stopped, Workers
@@ -33,16 +33,16 @@ def expected(extent: Extent) -> str:
 
 
 def test_the_digest_is_xxh3_128_in_hex() -> None:
-    assert digest_hex(b"") == EMPTY_DIGEST == "99aa06d3014798d86001c324468d497f"  # As xxHash's own test vector has it.
-    assert len(digest_hex(BYTES)) == 32
+    assert xxh3_hex(b"") == EMPTY_DIGEST == "99aa06d3014798d86001c324468d497f"  # As xxHash's own test vector has it.
+    assert len(xxh3_hex(BYTES)) == 32
 
 
 def test_a_proof_is_blake3_in_hex() -> None:
     # The first bytes of the algorithm's own test vector for an empty input.
-    assert proof_hex(b"").startswith("af1349b9f5f9a1a6a0404dea36dcc9499bcb25c9adc112b7cc9a93cae41f3262")
-    assert proof_hex(VIEW) == blake3(BYTES).hexdigest()
-    assert len(proof_hex(VIEW)) == 2 * PROOF_NBYTES
-    proofs = ExtentDigests([Extent(0, 300), Extent(300, 0)], Stop(), new_proof)
+    assert blake3_hex(b"").startswith("af1349b9f5f9a1a6a0404dea36dcc9499bcb25c9adc112b7cc9a93cae41f3262")
+    assert blake3_hex(VIEW) == blake3(BYTES).hexdigest()
+    assert len(blake3_hex(VIEW)) == 2 * BLAKE3_NBYTES
+    proofs = ExtentDigests([Extent(0, 300), Extent(300, 0)], Stop(), new_blake3)
     proofs.update(0, VIEW[:100])
     proofs.update(100, VIEW[100:300])
     assert proofs.digests == [blake3(BYTES[:300]).hexdigest(), blake3(b"").hexdigest()]

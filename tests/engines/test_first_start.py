@@ -16,22 +16,22 @@ from typing import Any
 
 import pytest
 from support import fake_sglang, fake_vllm, hub_server
-from support.conversions import stock_tensors
+from support.conversions import reference_tensors
 from support.fake_sglang import AnyEngine
 from support.fake_vllm import Engine, Model
 from support.store_contract import ground
 
 import relayout
-from relayout.cache.conversions import KeptConversion, kept_conversion
+from relayout.cache.conversions import CachedConversion, cached_conversion
 from relayout.commands.cache import add
 from relayout.conversion import planning
 from relayout.core.workers import PIPE, Child, start_child
-from relayout.engines.first_start import Filling, WantedConversion, first_start
+from relayout.engines.first_start import ConversionRequest, DeferredConversion, first_start
 from relayout.engines.rank_weights import EngineOptions
 from relayout.errors import PlanError
 from relayout.plans.plan import Plan
 from relayout.plans.planner import plan_for
-from relayout.storage.local.descriptors import HeldLock
+from relayout.storage.local.descriptors import FileLock
 from relayout.storage.stores import find_input
 
 
@@ -60,7 +60,7 @@ def unheard_of(model: Path) -> Path:
 
 def start(engine: AnyEngine, folder: Path | str, whole: Path, tp: int = 2) -> None:
     """All ranks, one after the other."""
-    tensors = stock_tensors(whole)
+    tensors = reference_tensors(whole)
     for rank in range(tp):
         model = Model(tensors, rank, tp)
         engine.load(folder, model)
@@ -133,7 +133,7 @@ def test_a_conversion_ends_with_the_engine_and_the_next_start_continues(
     free = relayout.Cache(cache).try_filling()
     assert free is not None
     free.close()
-    assert not relayout.verify(kept_conversion(find_input(model), 2, relayout.Cache(cache)).folder).differences
+    assert not relayout.verify(cached_conversion(find_input(model), 2, relayout.Cache(cache)).folder).differences
 
 
 LOADING = """
@@ -201,7 +201,7 @@ def test_a_process_that_loads_forever_delays_a_conversion_for_a_limited_time(
 def test_a_conversion_pauses_while_another_engine_loads_in_the_same_cache(
     model: Path, cache: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    held: list[HeldLock] = []
+    held: list[FileLock] = []
     was_loading: list[bool] = []
     converting = importlib.import_module("relayout.cache.conversions")
     convert_unit = converting.convert_unit
@@ -226,10 +226,10 @@ def test_what_each_rank_of_a_start_holds_ends_with_its_load(
     model: Path, cache: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     caplog.set_level(logging.INFO)
-    given = (WantedConversion(str(model), 2), EngineOptions(), "vLLM loads it itself", logging.getLogger())
+    given = (ConversionRequest(str(model), 2), EngineOptions(), "vLLM loads it itself", logging.getLogger())
     first, second = first_start(*given), first_start(*given)
-    assert isinstance(first, Filling)
-    assert isinstance(second, Filling)
+    assert isinstance(first, DeferredConversion)
+    assert isinstance(second, DeferredConversion)
     first.start()
     assert relayout.Cache(cache).is_loading()
     del second  # Its load has failed.
@@ -298,11 +298,13 @@ def test_a_conversion_that_cannot_be_started_is_one_line(
     caplog: pytest.LogCaptureFixture,
 ) -> None:
     caplog.set_level(logging.INFO)
-    filling = first_start(WantedConversion(str(model), 2), EngineOptions(), "vLLM loads it itself", logging.getLogger())
-    assert isinstance(filling, Filling)
+    deferred = first_start(
+        ConversionRequest(str(model), 2), EngineOptions(), "vLLM loads it itself", logging.getLogger()
+    )
+    assert isinstance(deferred, DeferredConversion)
     with monkeypatch.context() as patch:
         wrong(patch)
-        filling.start()
+        deferred.start()
     assert said(caplog, "is not converted into the cache") == 1
 
 
@@ -369,7 +371,7 @@ def test_an_entry_whose_damage_is_found_while_it_is_loaded_is_made_again_by_the_
     content = bytearray(path.read_bytes())
     content[-1] ^= 1
     path.write_bytes(content)
-    tensors = stock_tensors(model)
+    tensors = reference_tensors(model)
 
     def load(rank: int) -> None:
         mine = Model(tensors, rank, 2)
@@ -390,21 +392,21 @@ def test_an_entry_whose_damage_is_found_while_it_is_loaded_is_made_again_by_the_
 def test_with_expert_parallelism_the_second_start_is_from_the_cache(
     folders: Path, cache: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
-    wanted = WantedConversion(str(folders / "moe"), 2, expert_parallel=True)
+    wanted = ConversionRequest(str(folders / "moe"), 2, expert_parallel=True)
     given = (wanted, EngineOptions(), "vLLM loads it itself", logging.getLogger())
     caplog.set_level(logging.INFO)
-    filling = first_start(*given)
-    assert isinstance(filling, Filling)
-    filling.start()
+    deferred = first_start(*given)
+    assert isinstance(deferred, DeferredConversion)
+    deferred.start()
     wait_until_filled(caplog)
-    assert isinstance(first_start(*given), KeptConversion)
+    assert isinstance(first_start(*given), CachedConversion)
 
 
 def test_a_cache_inside_the_model_stops_a_start(model: Path, engine: AnyEngine) -> None:
-    for place in (model, model / "cache"):
+    for location in (model, model / "cache"):
         with pytest.raises(PlanError, match="the option cache: is inside the model's folder"):
             first_start(
-                WantedConversion(str(model), 2), EngineOptions(cache=str(place)), "otherwise", logging.getLogger()
+                ConversionRequest(str(model), 2), EngineOptions(cache=str(location)), "otherwise", logging.getLogger()
             )
     assert not (model / "cache").exists()
 
@@ -420,10 +422,10 @@ def test_a_model_without_a_built_in_plan_is_observed_once(
         return plan_for(checkpoint, num_ranks, "llama")
 
     monkeypatch.setattr(planning, "observer", lambda engine: (f"{engine} 1", observe))
-    wanted = WantedConversion(str(unheard_of), 2, observe=engine.name.lower())
-    filling = first_start(wanted, EngineOptions(), "vLLM loads it itself", logging.getLogger())
-    assert isinstance(filling, Filling)
-    assert filling.arguments[-2:] == ("--observe", engine.name.lower())
+    wanted = ConversionRequest(str(unheard_of), 2, observe=engine.name.lower())
+    deferred = first_start(wanted, EngineOptions(), "vLLM loads it itself", logging.getLogger())
+    assert isinstance(deferred, DeferredConversion)
+    assert deferred.arguments[-2:] == ("--observe", engine.name.lower())
     assert observed == []
     with pytest.raises(PlanError, match="no built-in plan"):
         add(unheard_of, 2)
@@ -470,7 +472,7 @@ def test_a_node_of_several_converts_only_its_own_ranks(
 ) -> None:
     """Each has a drive of its own. In the last case another node has other replicas of this group."""
     vllm.num_nodes, vllm.nodes = len(set(nodes)) + 1, nodes
-    tensors, found = stock_tensors(model), []
+    tensors, found = reference_tensors(model), []
     for node in sorted(set(nodes)):
         monkeypatch.setenv("RELAYOUT_CACHE", str(tmp_path / f"node-{node}"))
         for stage in ("first", "second"):
@@ -501,13 +503,13 @@ def test_weights_in_a_store_are_named_by_an_option(
     shutil.copy(whole / "config.json", model)
     if is_converted:
         relayout.convert(whole, tmp_path / "out", tp=2)
-    with ground("toy", tmp_path, monkeypatch) as place:
+    with ground("toy", tmp_path, monkeypatch) as location:
         for file in (tmp_path / "out" if is_converted else whole).iterdir():
-            place.kind.write(place.store("weights"), file.name, file.read_bytes())
-        tensors = stock_tensors(whole)
+            location.kind.write(location.store("weights"), file.name, file.read_bytes())
+        tensors = reference_tensors(whole)
         for rank in range(2):
             mine = Model(tensors, rank, 2)
-            vllm.load(model, mine, source=place.url("weights"))
+            vllm.load(model, mine, source=location.url("weights"))
             mine.assert_holds_what_it_cuts_of(tensors)
     assert said(caplog, "relayout: converting") == (0 if is_converted else 1)
     for source in (str(whole), "hf://org/model"):
@@ -526,12 +528,12 @@ def test_what_is_in_a_store_is_kept_for_the_ranks_of_this_node(
     kept: str,
 ) -> None:
     """Also for one rank alone, which would have to download it again."""
-    with ground("toy", tmp_path, monkeypatch) as place:
+    with ground("toy", tmp_path, monkeypatch) as location:
         for file in (folders / "llama").iterdir():
-            place.kind.write(place.store("weights"), file.name, file.read_bytes())
-        wanted = WantedConversion(place.url("weights"), tp, ranks=ranks)
+            location.kind.write(location.store("weights"), file.name, file.read_bytes())
+        wanted = ConversionRequest(location.url("weights"), tp, ranks=ranks)
         found = first_start(wanted, EngineOptions(), "vLLM loads it itself", logging.getLogger())
-        assert isinstance(found, KeptConversion)
+        assert isinstance(found, CachedConversion)
     assert [entry.ranks for entry in relayout.Cache(cache).entries()] == [kept]
 
 
@@ -546,8 +548,10 @@ def test_what_converts_behind_a_start_holds_the_right_to_fill_the_cache_too(
         raise OSError("no more processes")
 
     monkeypatch.setattr("relayout.engines.first_start.start_child", started)
-    filling = first_start(WantedConversion(str(model), 2), EngineOptions(), "vLLM loads it itself", logging.getLogger())
-    assert isinstance(filling, Filling)
-    filling.start()
+    deferred = first_start(
+        ConversionRequest(str(model), 2), EngineOptions(), "vLLM loads it itself", logging.getLogger()
+    )
+    assert isinstance(deferred, DeferredConversion)
+    deferred.start()
     assert [Path(f"/proc/self/fd/{one}").readlink().is_relative_to(cache) for one in copies] == [True]
     list(map(os.close, copies))

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from support.conversions import stock_tensors
+from support.conversions import reference_tensors
 from support.fake_sglang import AnyEngine
 from support.fake_vllm import Model, Tensors, expert_of
 from torch.nn import init
@@ -24,7 +24,7 @@ from relayout.errors import FormatError, PlanError
 def test_a_converted_folder_is_recognized_and_each_rank_gets_its_part(
     folders: Path, engine: AnyEngine, name: str, load_format: str, caplog: pytest.LogCaptureFixture
 ) -> None:
-    whole = stock_tensors(folders / name)
+    whole = reference_tensors(folders / name)
     for rank in range(2):
         model = Model(whole, rank, 2)
         engine.load(folders / f"{name}-tp2", model, load_format=load_format, strict=True, backend="buffered", threads=2)
@@ -59,7 +59,7 @@ def test_another_degree_is_put_together_and_said(
 def test_experts_that_are_owned_are_given_to_their_owner(
     folders: Path, engine: AnyEngine, caplog: pytest.LogCaptureFixture
 ) -> None:
-    whole = stock_tensors(folders / "moe")
+    whole = reference_tensors(folders / "moe")
     refused = rf"moe-ep2: was converted with --expert-parallel, but {engine.name} slices experts: launch it with expert"
     with pytest.raises(PlanError, match=refused):
         engine.load(folders / "moe-ep2", Model(whole, 0, 2))
@@ -75,7 +75,7 @@ def test_experts_that_are_owned_are_given_to_their_owner(
 def test_experts_that_are_cut_are_read_whole_where_the_engine_owns_them(
     folders: Path, engine: AnyEngine, caplog: pytest.LogCaptureFixture
 ) -> None:
-    whole = stock_tensors(folders / "moe")
+    whole = reference_tensors(folders / "moe")
     engine.own_experts()
     model = Model(whole, 1, 2, experts=range(4, 8))
     engine.load(folders / "moe-tp2", model, strict=True)
@@ -107,7 +107,7 @@ def test_memory_that_nobody_writes_is_an_error(
 )
 def test_options_are_checked(folders: Path, engine: AnyEngine, options: dict[str, object], message: str) -> None:
     with pytest.raises(PlanError, match=message.replace("OPTION", engine.option)):
-        engine.load(folders / "llama-tp2", Model(stock_tensors(folders / "llama"), 0, 2), **options)
+        engine.load(folders / "llama-tp2", Model(reference_tensors(folders / "llama"), 0, 2), **options)
 
 
 def test_a_damaged_byte_is_found_by_verify_and_a_missing_file_always(

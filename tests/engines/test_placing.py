@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 import torch
 from support.checkpoints import write_family
-from support.conversions import stock_tensors
+from support.conversions import reference_tensors
 from support.fake_sglang import AnyEngine
 from support.fake_vllm import Model, Tensors, expert_of
 from support.families import FAMILIES
@@ -90,7 +90,7 @@ def mixture(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def tensors(mixture: Path) -> Tensors:
-    found = stock_tensors(mixture / "plain")
+    found = reference_tensors(mixture / "plain")
     assert {expert_of(name) for name in found} == {*range(-1, 8)}
     return found
 

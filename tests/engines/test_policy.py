@@ -14,7 +14,7 @@ from support.signing import UNTRUSTED, Keys, make_keys, write_states
 
 from relayout import FormatError, PlanError
 from relayout.checkpoint.trust import TrustedStore
-from relayout.engines.load import WeightsPlace, source_url
+from relayout.engines.load import WeightsLocation, source_url
 from relayout.errors import RelayoutError
 
 HUB = "org/model"
@@ -119,21 +119,21 @@ def test_a_load_proves_what_the_engine_reads_itself_once(
     """And an update, of a model that was loaded, once more."""
     monkeypatch.setenv("RELAYOUT_TRUST", str(keys.policy))
     proofs: list[TrustedStore] = []
-    prove = TrustedStore.prove_side_files
-    monkeypatch.setattr(TrustedStore, "prove_side_files", lambda store: (proofs.append(store), prove(store))[1])
+    prove = TrustedStore.verify_side_files
+    monkeypatch.setattr(TrustedStore, "verify_side_files", lambda store: (proofs.append(store), prove(store))[1])
     kind, run = WAYS[way]
     run(kind.install(monkeypatch), str(states / "signed"), str(states / "signed"), Model(whole, 0, 2))
     assert len(proofs) == (2 if way == "SGLang: update" else 1)
 
 
 def test_without_a_policy_the_engine_loads_what_is_plain(states: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    assert WeightsPlace(str(states / "unsigned"), is_asked_for=False).is_ours
-    assert WeightsPlace("s3://bucket/model", is_asked_for=True).is_ours
-    assert not WeightsPlace(str(states / "plain"), is_asked_for=False).is_ours
-    assert not WeightsPlace(f"hf://{HUB}", is_asked_for=False).is_ours
-    assert not WeightsPlace(str(states / "nothing"), is_asked_for=False).is_ours
+    assert WeightsLocation(str(states / "unsigned"), is_explicit=False).is_ours
+    assert WeightsLocation("s3://bucket/model", is_explicit=True).is_ours
+    assert not WeightsLocation(str(states / "plain"), is_explicit=False).is_ours
+    assert not WeightsLocation(f"hf://{HUB}", is_explicit=False).is_ours
+    assert not WeightsLocation(str(states / "nothing"), is_explicit=False).is_ours
     with pytest.raises(FormatError, match=r"relayout\.json: is missing next to rank files"):
-        _ = WeightsPlace(str(states / "without relayout.json"), is_asked_for=False).is_ours
+        _ = WeightsLocation(str(states / "without relayout.json"), is_explicit=False).is_ours
 
 
 @pytest.mark.parametrize(
@@ -153,4 +153,4 @@ def test_a_name_is_of_the_hub_unless_there_is_such_a_folder(
 def test_a_policy_that_cannot_be_read_stops_a_load(states: Path, monkeypatch: pytest.MonkeyPatch, policy: str) -> None:
     monkeypatch.setenv("RELAYOUT_TRUST", policy)
     with pytest.raises((PlanError, OSError), match=policy or "RELAYOUT_TRUST is empty"):
-        _ = WeightsPlace(str(states / "signed"), is_asked_for=False).is_ours
+        _ = WeightsLocation(str(states / "signed"), is_explicit=False).is_ours

@@ -11,7 +11,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from support.conversions import stock_tensors
+from support.conversions import reference_tensors
 from support.toy_store import shelf
 
 import relayout
@@ -51,7 +51,7 @@ def test_a_pipeline_stage_is_given_no_experts_of_other_stages(folders: Path) -> 
         is_skipped=lambda name: ".layers.1." in name,
     )
     given = dict(weights.deliver())
-    assert given.keys() == {name for name in stock_tensors(folders / "moe") if ".layers.1." not in name}
+    assert given.keys() == {name for name in reference_tensors(folders / "moe") if ".layers.1." not in name}
 
 
 def test_a_load_opens_each_file_once(folders: Path) -> None:

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 from support import prestarted
-from support.conversions import stock_tensors
+from support.conversions import reference_tensors
 from support.fake_vllm import Engine, Model, install
 from support.replicas_worker import NUM_REPLICAS, RANK
 
@@ -76,6 +76,6 @@ def test_experts_that_replicas_own_are_never_shared(folders: Path, monkeypatch: 
     engine: Engine = install(monkeypatch)
     engine.rank, engine.tp, engine.replicas = 0, 2, SimpleNamespace()  # No group: to use it would fail.
     engine.parallel.data_parallel_size, engine.parallel.enable_expert_parallel = 2, True
-    whole = stock_tensors(folders / "moe")
+    whole = reference_tensors(folders / "moe")
     loader = engine.load(folders / "moe-tp2", Model(whole, 0, 2, experts=range(4)))
     assert loader.load.delivery.report().num_readers == 1

@@ -13,7 +13,7 @@ import torch
 from prometheus_client import CollectorRegistry
 from prometheus_client.multiprocess import MultiProcessCollector
 from support import fake_sglang, fake_vllm, prestarted
-from support.conversions import stock_tensors
+from support.conversions import reference_tensors
 from support.fake_vllm import LoadConfig, Model, Tensors, install, model_config
 from support.loader_fixtures import mlp_model
 from support.page_cache import drop, write_cold
@@ -115,7 +115,7 @@ def test_the_log_says_whether_a_cache_had_the_rank(
     said = []
     for options in ({}, {"cache": str(tmp_path)}, {"cache": str(tmp_path)}):
         caplog.clear()
-        engine.load(f"toy://metrics/{name}", Model(stock_tensors(folders / "llama"), 0, 2), **options)
+        engine.load(f"toy://metrics/{name}", Model(reference_tensors(folders / "llama"), 0, 2), **options)
         said += [line.partition(" cache ")[2].partition(",")[0] for line in caplog.messages if " GB/s)" in line]
     assert said == ["none", "miss", "hit"]
 

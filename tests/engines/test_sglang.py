@@ -11,14 +11,14 @@ from typing import Any
 
 import pytest
 import torch
-from support.conversions import stock_tensors
+from support.conversions import reference_tensors
 from support.engine_checks import assert_only_this_may_be_missing
 from support.fake_sglang import Engine, ModelConfig, source_of
 from support.fake_vllm import Model, Tensors
 from support.signing import make_keys
 
 from relayout.commands.cache import add
-from relayout.engines.first_start import Filling
+from relayout.engines.first_start import DeferredConversion
 from relayout.engines.rank_weights import EngineOptions
 from relayout.engines.sglang import _ExtraConfig, choose_loader, weights_iterator
 from relayout.errors import PlanError
@@ -26,7 +26,7 @@ from relayout.errors import PlanError
 
 def test_draft_layers_are_renamed_by_sglang(folders: Path, sglang: Engine) -> None:
     given = dict(sglang.weights(folders / "llama-tp2", 0, 2, draft=3))
-    assert given.keys() == {f"draft-3.{name}" for name in stock_tensors(folders / "llama")}
+    assert given.keys() == {f"draft-3.{name}" for name in reference_tensors(folders / "llama")}
 
 
 def test_other_formats_are_sglangs_to_check(sglang: Engine) -> None:
@@ -91,7 +91,7 @@ def test_a_copy_of_the_configuration_has_the_options_too_and_sglang_sees_none_of
         # Asked for: what it reads is said, and comes from SGLang's own loader.
         assert dict(weights_iterator(lambda *_: iter(whole.items()), loader, source)).keys() == whole.keys()
         assert _ExtraConfig.of(one).options == EngineOptions(strict=True)
-        assert _ExtraConfig.of(one).is_asked_for
+        assert _ExtraConfig.of(one).is_explicit
 
 
 @pytest.mark.parametrize("name", ["llama", "llama-tp2"])
@@ -117,7 +117,7 @@ def test_what_the_engine_has_loaded_itself_is_looked_at_when_it_comes_from_the_c
 ) -> None:
     monkeypatch.setenv("RELAYOUT_CACHE", str(tmp_path / "cache"))
     folder = shutil.copytree(folders / "llama", tmp_path / "model")
-    monkeypatch.setattr(Filling, "start", lambda filling: None)
+    monkeypatch.setattr(DeferredConversion, "start", lambda deferred: None)
     sglang.load(folder, Model(whole, 0, 2, score=3))
     add(folder, 2)
     with pytest.raises(PlanError, match=r"nothing was loaded into score\.weight"):

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from support.conversions import stock_tensors
+from support.conversions import reference_tensors
 from support.engine_checks import PLACES, assert_placed_experts_are_read
 from support.fake_sglang import Engine
 from support.fake_vllm import Model, Tensors
@@ -22,7 +22,7 @@ def test_with_replicas_of_attention_a_process_is_a_rank_of_its_replica(
     folders: Path, sglang: Engine, caplog: pytest.LogCaptureFixture
 ) -> None:
     """What follows attention is cut over all processes: of that, each reads its part."""
-    whole = stock_tensors(folders / "llama")
+    whole = reference_tensors(folders / "llama")
     sglang.replicate(2)
     for process in range(4):
         given = dict(sglang.weights(folders / "llama-tp2", process, 4))
@@ -76,7 +76,7 @@ def test_a_second_start_is_from_the_cache_whatever_the_placement(
     caplog: pytest.LogCaptureFixture,
 ) -> None:  # fmt: skip
     monkeypatch.setenv("RELAYOUT_CACHE", str(tmp_path / "cache"))
-    folder, whole = Path(shutil.copytree(folders / "moe", tmp_path / "model")), stock_tensors(folders / "moe")
+    folder, whole = Path(shutil.copytree(folders / "moe", tmp_path / "model")), reference_tensors(folders / "moe")
     sglang.parallel.moe_ep_size = owners
     sglang.places = [[0, 1, 2, 3, 4, 5, 6, 7, 0, 1, 2, 3]] * 2
     for attempt in range(2):

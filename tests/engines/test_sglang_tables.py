@@ -1,4 +1,4 @@
-"""SGLang's table of n-grams in a file, with stand-ins for what 0.5.23 has in qwen4_exp and qwen4_exp_ple_table."""
+"""SGLang's table of n-grams in a file, with stubs for what 0.5.23 has in qwen4_exp and qwen4_exp_ple_table."""
 
 from __future__ import annotations
 

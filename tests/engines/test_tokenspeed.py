@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 import torch
 from safetensors.torch import save_file
-from support.conversions import stock_tensors
+from support.conversions import reference_tensors
 from support.engine_checks import PLACES, assert_only_this_may_be_missing, assert_placed_experts_are_read
 from support.fake_tokenspeed import LOADER, Engine, install
 from support.fake_vllm import Model, Tensors
@@ -64,7 +64,7 @@ def test_later_loads_of_a_model_are_those_of_tokenspeed(folders: Path, tokenspee
 
 def test_tokenspeeds_own_check_of_scales_is_made(folders: Path, tokenspeed: Engine, tmp_path: Path) -> None:
     scales = {"model.layers.0.self_attn.k_scale": torch.tensor(2.0)}
-    tensors = stock_tensors(folders / "llama") | scales
+    tensors = reference_tensors(folders / "llama") | scales
     (tmp_path / "model").mkdir()
     save_file(tensors, tmp_path / "model" / "model.safetensors")
     (tmp_path / "model" / "config.json").write_bytes((folders / "llama" / "config.json").read_bytes())

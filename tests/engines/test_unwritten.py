@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch.nn import Parameter, init
 
-from relayout.engines.unwritten import Marks, check_written, unwritten
+from relayout.engines.unwritten import Sentinels, check_written, unwritten
 from relayout.errors import PlanError
 
 DTYPES = (torch.bfloat16, torch.float16, torch.float32, torch.float8_e4m3fn, torch.int8, torch.int32)
@@ -18,7 +18,7 @@ FLOATS = DTYPES[:3]
 def made(*tensors: Callable[[], torch.Tensor]) -> torch.nn.Module:
     """A model whose parameters `0`, `1` ... are made by these functions, within marks."""
     model = torch.nn.Module()
-    with Marks():
+    with Sentinels():
         for number, make in enumerate(tensors):
             model.register_parameter(str(number), Parameter(make(), requires_grad=False))
     return model
@@ -71,7 +71,7 @@ def test_values_that_are_given_on_purpose_count_and_random_ones_do_not() -> None
         lambda: torch.arange(64.0).repeat(9),
         lambda: torch.empty(64).copy_(torch.linspace(0, 1, 64)),
     )
-    with Marks():
+    with Sentinels():
         model.linear = torch.nn.Linear(64, 64)
         model.norm = torch.nn.LayerNorm(64)
         model.register_buffer("state", torch.empty(8))
@@ -123,12 +123,12 @@ def test_what_nobody_has_written_gets_back_what_it_had(dtype: torch.dtype, shape
         return model
 
     plain = make()
-    with (marks := Marks()):
+    with (marks := Sentinels()):
         marked = make()
     assert ("0" in unwritten(marked)) == (dtype in FLOATS)
     for model in (plain, marked):
         model.get_parameter("1").data.view(-1)[: len(model.get_parameter("1")) // 2 + 1].fill_(3)
-    marks.give_back(marked)
+    marks.restore(marked)
     assert unwritten(marked) == []
     for (name, expected), (_, one) in zip(plain.state_dict().items(), marked.state_dict().items(), strict=True):
         assert torch.equal(one.view(torch.uint8), expected.view(torch.uint8)), name
@@ -137,7 +137,7 @@ def test_what_nobody_has_written_gets_back_what_it_had(dtype: torch.dtype, shape
 
 def test_memory_that_was_given_up_or_is_read_as_another_dtype_is_left_alone() -> None:
     model = torch.nn.Module()
-    with (marks := Marks()):
+    with (marks := Sentinels()):
         model.packed = Parameter(torch.empty(64, dtype=torch.bfloat16).view(torch.int8), requires_grad=False)
         model.moved = Parameter(torch.empty(64, 64))
         model.smaller = Parameter(torch.empty(64))
@@ -145,19 +145,19 @@ def test_memory_that_was_given_up_or_is_read_as_another_dtype_is_left_alone() ->
     model.smaller.data.untyped_storage().resize_(8)
     model.packed.data.copy_(torch.tensor([-91, 127, 1, 2, 3, 4, 5, 6] * 16))  # Begins as a mark does.
     expected = model.packed.data.clone()
-    marks.give_back(model)
+    marks.restore(model)
     assert torch.equal(model.packed.data, expected)
     assert bool((model.moved == 2).all())
 
 
 def test_random_values_of_what_is_no_parameter_are_kept() -> None:
-    with Marks():
+    with Sentinels():
         noise = torch.empty(64).normal_()
     assert not noise.isnan().any()
 
 
 def test_values_that_a_view_shares_are_not_marked() -> None:
     values = torch.ones(2, 64)
-    with Marks():
+    with Sentinels():
         init.normal_(Parameter(values[1]))
     assert bool((values[0] == 1).all())

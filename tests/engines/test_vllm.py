@@ -12,7 +12,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 from support.bits import flip
-from support.conversions import stock_tensors
+from support.conversions import reference_tensors
 from support.fake_vllm import (
     DefaultModelLoader,
     Engine,
@@ -27,7 +27,7 @@ from support.signing import make_keys
 
 import relayout
 from relayout import plugins
-from relayout.engines.load import Stock
+from relayout.engines.load import BuiltinLoad
 from relayout.engines.rank_weights import Delivery
 from relayout.errors import FormatError, PlanError
 
@@ -116,7 +116,7 @@ def test_a_reload_from_what_is_not_for_the_model_is_refused_before_anything_chan
 def test_experts_that_the_engine_places_otherwise_are_read_by_their_names(
     folders: Path, engine: Engine, setting: dict[str, object], tp: int, experts: tuple[int, ...]
 ) -> None:
-    whole = stock_tensors(folders / "moe")
+    whole = reference_tensors(folders / "moe")
     engine.own_experts()
     vars(engine.parallel).update(setting)
     model = Model(whole, tp - 1, tp, experts=experts)
@@ -204,7 +204,7 @@ def test_a_tensor_that_is_read_and_not_given_is_an_error(
     monkeypatch.setattr(
         Delivery, "_slices", lambda self, *given: (one for one in original(self, *given) if one[0] != name)
     )
-    model = Model(stock_tensors(folders / "llama"), 0, 2, stage=lambda one: one != name)  # Which does not miss it.
+    model = Model(reference_tensors(folders / "llama"), 0, 2, stage=lambda one: one != name)  # Which does not miss it.
     with pytest.raises(FormatError, match=f"llama-tp2: {name}: read, but not passed to the engine"):
         engine.load(folders / "llama-tp2", model)
 
@@ -221,7 +221,7 @@ def test_placeholders_that_a_loader_replaces_are_no_reason_to_leave_anything_out
 
 
 def test_what_is_no_converted_folder_is_left_to_vllm(folders: Path, engine: Engine) -> None:
-    model = Model(stock_tensors(folders / "llama"), 1, 2)
+    model = Model(reference_tensors(folders / "llama"), 1, 2)
     loader = engine.load(folders / "llama", model, load_format="auto")
     with pytest.raises(AssertionError, match="nothing is downloaded"):  # vLLM's own says so.
         loader.download_model(model_config(folders / "llama"))
@@ -253,7 +253,7 @@ def test_a_draft_model_that_was_not_converted_is_left_to_vllm(folders: Path, eng
     model = Model(whole, 0, 2)
     loader = engine.load(folders / "llama", model, draft=True)
     model.assert_holds_what_it_cuts_of(whole)
-    assert isinstance(loader.load, Stock)
+    assert isinstance(loader.load, BuiltinLoad)
 
 
 def test_an_engine_that_stops_early_is_an_error(folders: Path, engine: Engine) -> None:
@@ -264,7 +264,7 @@ def test_an_engine_that_stops_early_is_an_error(folders: Path, engine: Engine) -
             return self.expected
 
     with pytest.raises(PlanError, match="rank 0: the engine stopped after 1 tensors"):
-        engine.load(folders / "llama-tp2", Impatient(stock_tensors(folders / "llama"), 0, 2))
+        engine.load(folders / "llama-tp2", Impatient(reference_tensors(folders / "llama"), 0, 2))
 
 
 def test_slices_that_are_not_used_are_named(

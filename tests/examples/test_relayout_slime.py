@@ -18,7 +18,7 @@ import torch
 import torch.distributed as dist
 from safetensors.torch import load_file, save_file
 from support import fake_sglang
-from support.conversions import stock_tensors
+from support.conversions import reference_tensors
 from support.fake_vllm import Model, put_modules
 
 import relayout
@@ -56,7 +56,7 @@ def write(source: Path, folder: Path, step: int) -> None:
 
 def weights_of(source: Path, step: int) -> dict[str, torch.Tensor]:
     """Of a step, a row of each tensor is another one."""
-    tensors = {name: tensor.clone() for name, tensor in stock_tensors(source).items()}
+    tensors = {name: tensor.clone() for name, tensor in reference_tensors(source).items()}
     for tensor in tensors.values():
         tensor[step % len(tensor)] += step
     return tensors
@@ -92,7 +92,7 @@ def test_a_checkpoint_becomes_a_step_and_a_root_that_leads_to_it(args: SimpleNam
 def test_sglang_loads_the_step_by_the_path_of_the_checkpoint_also_when_that_is_gone(
     args: SimpleNamespace, llama: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    engine, model = fake_sglang.install(monkeypatch), Model(stock_tensors(llama), 1, TP)
+    engine, model = fake_sglang.install(monkeypatch), Model(reference_tensors(llama), 1, TP)
     caplog.set_level(logging.INFO, "sglang.relayout")
     engine.load(llama, model, load_format="auto")
     was: Path | None = llama
@@ -131,7 +131,7 @@ def test_only_the_first_process_publishes(args: SimpleNamespace, monkeypatch: py
 def test_slimes_own_code_calls_the_hook_and_lets_the_engines_load_what_it_has_made(
     args: SimpleNamespace, llama: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    engine, model = fake_sglang.install(monkeypatch), Model(stock_tensors(llama), 1, TP)
+    engine, model = fake_sglang.install(monkeypatch), Model(reference_tensors(llama), 1, TP)
     engine.load(llama, model, load_format="auto")
     engine.updated = fake_sglang.ModelConfig.of(llama)
     step = SimpleNamespace(number=0)
@@ -215,7 +215,7 @@ def test_a_checkpoint_that_is_synced_again_or_whose_hook_failed_halfway_leads_to
         assert follower.update() == 1
         assert_is_rank(follower.tensors, weights_of(llama, step))
     with monkeypatch.context() as patch:
-        patch.setattr(slime.Root, "move", lambda *_: (_ for _ in ()).throw(OSError("the drive is full")))
+        patch.setattr(slime.StepRepository, "move", lambda *_: (_ for _ in ()).throw(OSError("the drive is full")))
         write(llama, folder, 3)
         with pytest.raises(OSError, match="the drive is full"):
             slime.published(args, str(folder), [])

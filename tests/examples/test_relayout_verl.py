@@ -15,7 +15,7 @@ from typing import Any
 
 import pytest
 import torch
-from support.conversions import stock_tensors
+from support.conversions import reference_tensors
 from support.fake_vllm import put_modules
 
 import relayout
@@ -85,7 +85,7 @@ class Replica:
 
 
 def test_verls_manager_moves_the_weights_of_each_step_to_all_rollouts(verl: Any, llama: Path, tmp_path: Path) -> None:
-    whole = stock_tensors(llama)
+    whole = reference_tensors(llama)
     options = {"bucket_size": 1, "root": str(tmp_path / "root"), "wait_seconds": 60}
     config = SimpleNamespace(backend="relayout", custom_backend_module="relayout_verl")
     actors = [SimpleNamespace(walked=0) for _ in range(2)]

@@ -195,8 +195,8 @@ def test_what_later_writers_add_is_ignored_and_words_may_stand_twice() -> None:
 
 def test_a_manifest_says_where_what_changed_is() -> None:
     assert MANIFEST.by_number == {1: FILES[0], 4: FILES[1]}
-    assert [file.place_of_index for file in FILES] == [Extent(500 - 160, 160), Extent(1, 80)]
-    assert MANIFEST.places_of_digests == [Extent(0, 48), Extent(48, 0), Extent(48, 72)]
+    assert [file.index_extent for file in FILES] == [Extent(500 - 160, 160), Extent(1, 80)]
+    assert MANIFEST.digest_extents == [Extent(0, 48), Extent(48, 0), Extent(48, 72)]
     assert delta_name("model-rank-0-part-0.safetensors") == "model-rank-0-part-0.safetensors.delta"
 
 
@@ -216,10 +216,10 @@ EDITS: dict[str, tuple[Callable[[Top], object], str, str]] = {
     "encoding as text": (lambda top: top.update(encoding="1"), "'encoding' is missing or not a size", "field"),
     "encoding true": (lambda top: top.update(encoding=True), "'encoding' is missing or not a size", "field"),
     "generator": (lambda top: top.pop("generator"), "'generator' is missing or not a string", "field"),
-    "base": (lambda top: top.update(base="old"), "'base' is 'old', not a proof", "field"),
-    "base of another kind": (lambda top: top.update(base=PROOF[:32]), "'base' is .*, not a proof", "field"),
+    "base": (lambda top: top.update(base="old"), "'base' is 'old', not a BLAKE3 digest", "field"),
+    "base of another kind": (lambda top: top.update(base=PROOF[:32]), "'base' is .*, not a BLAKE3 digest", "field"),
     "makes": (lambda top: top.pop("makes"), "'makes' is missing", "field"),
-    "makes upper case": (lambda top: top.update(makes="A" * 64), "'makes' is .*, not a proof", "field"),
+    "makes upper case": (lambda top: top.update(makes="A" * 64), "'makes' is .*, not a BLAKE3 digest", "field"),
     "files": (lambda top: top.update(files=[1]), "'files' is missing or not a list of objects", "field"),
     "files null": (lambda top: top["files"].append(None), "'files' is missing or not a list of objects", "field"),
     "files fall": (lambda top: top["files"].reverse(), r"files \[4, 1\], expected rising numbers", "field"),
@@ -246,7 +246,7 @@ EDITS: dict[str, tuple[Callable[[Top], object], str, str]] = {
     "index": (lambda top: top["files"][0].pop("index_digest"), "'index_digest' is missing", "field"),
     "index of another kind": (
         lambda top: top["files"][0].update(index_digest="0" * 32),
-        "'index_digest' is .*, not a proof",
+        "'index_digest' is .*, not a BLAKE3 digest",
         "field",
     ),
     "digests": (lambda top: top.pop("digests"), "'digests' is missing or not a list of objects", "field"),
@@ -256,7 +256,7 @@ EDITS: dict[str, tuple[Callable[[Top], object], str, str]] = {
     "proof of digests": (lambda top: top["digests"][2].pop("digest"), "'digest' is missing or not a string", "field"),
     "digests of another kind": (
         lambda top: top["digests"][0].update(digest="0" * 32),
-        "'digest' is .*, not a proof",
+        "'digest' is .*, not a BLAKE3 digest",
         "field",
     ),
     "above": (lambda top: top.update(others=["../a"]), "is not the name of a file inside", "unsafe"),
@@ -349,9 +349,9 @@ def test_an_index_says_where_each_piece_is(given_index: tuple[IndexedFile, list[
     assert [bytes(row).hex() for row in parsed.stored] == [stored for *_, stored, _ in rows]
     assert [bytes(row).hex() for row in parsed.contents] == [content for *_, content in rows]
     ends = list(accumulate(nbytes for _, nbytes, *_ in rows))
-    places = [Extent(end - nbytes, nbytes) for end, (_, nbytes, *_) in zip(ends, rows, strict=True)]
-    assert [parsed.place(range(row, row + 1)) for row in range(len(rows))] == places
-    assert entry.place_of_index == Extent(ends[-1], 80 * len(rows))
+    indices = [Extent(end - nbytes, nbytes) for end, (_, nbytes, *_) in zip(ends, rows, strict=True)]
+    assert [parsed.place(range(row, row + 1)) for row in range(len(rows))] == indices
+    assert entry.index_extent == Extent(ends[-1], 80 * len(rows))
     first, end = sorted(data.draw(st.tuples(st.integers(0, 12), st.integers(0, 12))))
     found = parsed.rows(first, end)
     assert [rows[row] for row in found] == [row for row in rows if first <= row[0] < end]

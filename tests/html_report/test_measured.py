@@ -11,13 +11,13 @@ import pytest
 
 from relayout.benchmark.machine import describe
 from relayout.benchmark.measure import Bench
-from relayout.benchmark.verdict import Measured, RankLoads, Timing
+from relayout.benchmark.verdict import Measurement, RankLoads, Timing
 from relayout.errors import FormatError, PlanError
 from relayout.html_report.measured import read_bench
 
 
 def timing(title: str, family: str, *seconds: float) -> Timing:
-    runs = tuple(Measured(one, one / 2, 2 * 10**9, 0, 0, 0.0, ("a",)) for one in seconds)
+    runs = tuple(Measurement(one, one / 2, 2 * 10**9, 0, 0, 0.0, ("a",)) for one in seconds)
     return Timing(title, title, family, runs, None if runs else "not installed")
 
 

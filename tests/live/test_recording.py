@@ -19,7 +19,7 @@ from torch import nn
 
 from relayout.core.slices import Slice
 from relayout.engines.global_tensor import GlobalTensor, Usage
-from relayout.live.recording import Recorded, Recording
+from relayout.live.recording import Recording, SliceLocations
 
 Tensors = dict[str, torch.Tensor]
 Steps = list[Operation]
@@ -106,9 +106,9 @@ class Model(nn.Module):
     def __init__(self, plan: Any) -> None:
         super().__init__()
         self.plan = plan
-        for number, (_, layer, shape) in enumerate(plan.places):
+        for number, (_, layer, shape) in enumerate(plan.indices):
             if not hasattr(self, layer):
-                same = [size for _, other, size in plan.places if other == layer]
+                same = [size for _, other, size in plan.indices if other == layer]
                 rows = sum(size.numel() for size in same)
                 made = nn.Module()
                 made.weight = nn.Parameter(torch.full((rows + 3,), -1, dtype=torch.int32), requires_grad=False)
@@ -118,7 +118,7 @@ class Model(nn.Module):
     def load_weights(self, given: Iterator[tuple[str, torch.Tensor]]) -> None:
         offsets: dict[str, int] = {}
         starts = {}
-        for name, layer, shape in self.plan.places:
+        for name, layer, shape in self.plan.indices:
             starts[name] = offsets.setdefault(layer, 0)
             offsets[layer] += shape.numel()
         for name, tensor in given:
@@ -139,16 +139,16 @@ class Plan:
 
     def __init__(self, drawn: list[tuple[list[int], Steps, bool]], shared: bool, after: list[int]) -> None:
         self.drawn = {f"s{number}": one for number, one in enumerate(drawn)}
-        self.places = []
+        self.indices = []
         for number, (name, (shape, steps, _)) in enumerate(self.drawn.items()):
             made = run(steps, torch.zeros(shape))
             layer = f"layer{0 if shared and number == 1 else number}"
-            self.places.append((name, layer, made.shape))
-        layers = dict.fromkeys(layer for _, layer, _ in self.places)
+            self.indices.append((name, layer, made.shape))
+        layers = dict.fromkeys(layer for _, layer, _ in self.indices)
         self.after = dict(zip(layers, after, strict=False))
 
     def of(self, name: str) -> tuple[Steps, str, torch.Size]:
-        [(layer, shape)] = [(layer, shape) for one, layer, shape in self.places if one == name]
+        [(layer, shape)] = [(layer, shape) for one, layer, shape in self.indices if one == name]
         return self.drawn[name][1], layer, shape
 
 
@@ -169,7 +169,7 @@ def given_to_engine(plan: Plan, values: Tensors) -> Iterator[tuple[str, torch.Te
             yield name, whole.clone()
 
 
-def loaded(plan: Plan, values: Tensors) -> tuple[Model, Recorded]:
+def loaded(plan: Plan, values: Tensors) -> tuple[Model, SliceLocations]:
     model = Model(plan)
     recording = Recording(model)
     with recording:
@@ -217,7 +217,7 @@ def test_what_is_not_loaded_again_is_what_a_load_would_make_of_it(
                 assert torch.equal(value, other.state_dict()[key]), (name, key)
 
 
-def simple(after: int = 0, *operations: Operation, shape: tuple[int, ...] = (4, 3)) -> Recorded:
+def simple(after: int = 0, *operations: Operation, shape: tuple[int, ...] = (4, 3)) -> SliceLocations:
     plan = Plan([(list(shape), list(operations), False)], False, [after])
     return loaded(plan, {"s0": torch.arange(24, dtype=torch.int32)[: 4 * 3].view(shape)})[1]
 

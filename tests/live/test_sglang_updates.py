@@ -16,7 +16,7 @@ import torch
 from safetensors.torch import load_file, save_file
 from support import prestarted
 from support.bits import flip
-from support.conversions import stock_tensors
+from support.conversions import reference_tensors
 from support.fake_sglang import Engine, install
 from support.fake_vllm import Model, Tensors
 from support.signing import make_keys
@@ -25,7 +25,7 @@ from support.toy_store import shelf
 from support.updates_worker import TP, write_steps
 
 import relayout
-from relayout.core.digests import proof_hex
+from relayout.core.digests import blake3_hex
 from relayout.engines.rank_weights import RankWeights
 from relayout.live.sglang_updates import LIVE, update_weights
 from relayout.live.staging import Flips, LiveWeights
@@ -88,7 +88,7 @@ def test_a_model_is_updated_from_weights_of_the_same_model(
     model = model_of(engine, whole)
     engine.load(folders / start, model, load_format=load_format)
     assert engine.update(model, updates / name, folders / start, load_format)[0]
-    model.assert_holds_what_it_cuts_of(stock_tensors(updates / "new"))
+    model.assert_holds_what_it_cuts_of(reference_tensors(updates / "new"))
 
 
 @pytest.mark.parametrize("start", ["llama-tp2", "llama"])
@@ -146,12 +146,12 @@ def steps(llama: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     write_steps(llama, root, num_steps=2)
     publisher = relayout.Publisher(root / "root", config=llama, tp=TP)
     for step in range(3):
-        publisher.publish(stock_tensors(root / f"model-{step}"), 10 + step)
+        publisher.publish(reference_tensors(root / f"model-{step}"), 10 + step)
     return root
 
 
 def content_of(folder: Path) -> str:
-    return proof_hex((folder / "relayout.json").read_bytes())
+    return blake3_hex((folder / "relayout.json").read_bytes())
 
 
 def started(engine: Engine, folder: Path, whole: Tensors, **options: Any) -> Model:
@@ -169,14 +169,14 @@ def test_deltas_change_what_the_engine_has_one_after_the_other(steps: Path, engi
             True,
             f"Succeeded to update model weights. relayout: content {content_of(steps / f'step-{number}')}",
         )
-        model.assert_holds_what_it_cuts_of(stock_tensors(steps / f"model-{number}"))
+        model.assert_holds_what_it_cuts_of(reference_tensors(steps / f"model-{number}"))
     done, answer = engine.update(model, steps / "delta-1")
     assert not done
     assert "SGLang: keeps them: " in answer
     assert "applies to content" in answer
     assert engine.update(model, steps / "step-0")[0]
     assert engine.update(model, steps / "delta-1")[0]
-    model.assert_holds_what_it_cuts_of(stock_tensors(steps / "model-1"))
+    model.assert_holds_what_it_cuts_of(reference_tensors(steps / "model-1"))
 
 
 def test_a_damaged_delta_changes_nothing(steps: Path, engine: Engine, whole: Tensors) -> None:
@@ -209,7 +209,7 @@ def test_of_a_root_the_newest_step_is_taken_or_the_one_that_is_named(
     done, answer = engine.update(model, steps / name, load_format=load_format)
     assert done
     assert answer.endswith(f" relayout: content {entry.content}, step {10 + step}")
-    model.assert_holds_what_it_cuts_of(stock_tensors(steps / f"model-{step}"))
+    model.assert_holds_what_it_cuts_of(reference_tensors(steps / f"model-{step}"))
 
 
 @pytest.mark.parametrize(("name", "says"), [("root#7", "has no step 7 that all ranks see"), ("root#x", "is not a f")])
@@ -228,7 +228,7 @@ def test_a_step_that_is_deleted_while_it_is_read_gives_way_to_a_newer_one(
     steps: Path, engine: Engine, whole: Tensors, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     publisher = relayout.Publisher(tmp_path / "root", config=steps / "model-0", tp=TP, full_every=1)
-    old, new = (publisher.publish(stock_tensors(steps / f"model-{step}"), step) for step in (1, 2))
+    old, new = (publisher.publish(reference_tensors(steps / f"model-{step}"), step) for step in (1, 2))
     index, read = tmp_path / "root" / "steps.json", RankWeights.stream
     top = json.loads(index.read_text())
     index.write_bytes(closed_index(top | {"steps": top["steps"][:1]}))
@@ -244,7 +244,7 @@ def test_a_step_that_is_deleted_while_it_is_read_gives_way_to_a_newer_one(
     done, answer = engine.update(model, tmp_path / "root")
     assert done, answer
     assert answer.endswith(f" relayout: content {new.content}, step 2")
-    model.assert_holds_what_it_cuts_of(stock_tensors(steps / "model-2"))
+    model.assert_holds_what_it_cuts_of(reference_tensors(steps / "model-2"))
 
 
 def test_stages_of_a_pipeline_take_a_step_by_its_number(steps: Path, engine: Engine, whole: Tensors) -> None:
@@ -317,9 +317,9 @@ def test_it_goes_back_to_the_last_delta(
     assert engine.update(model, steps / "delta-1")[0]
     after_the_proof(monkeypatch, lambda: damage(tmp_path / "new"))
     assert "SGLang: keeps them: " in engine.update(model, tmp_path / "new")[1]
-    model.assert_holds_what_it_cuts_of(stock_tensors(steps / "model-1"))
+    model.assert_holds_what_it_cuts_of(reference_tensors(steps / "model-1"))
     assert engine.update(model, steps / "delta-2")[0]
-    model.assert_holds_what_it_cuts_of(stock_tensors(steps / "model-2"))
+    model.assert_holds_what_it_cuts_of(reference_tensors(steps / "model-2"))
 
 
 def test_without_a_way_back_the_answer_says_that_the_weights_are_a_mixture(
@@ -337,14 +337,14 @@ def test_without_a_way_back_the_answer_says_that_the_weights_are_a_mixture(
     assert "a delta changes what the engine has, and that is a mixture: update it from a folder" in answer
     assert engine.update(model, had)[0]
     assert engine.update(model, steps / "delta-1")[0]
-    model.assert_holds_what_it_cuts_of(stock_tensors(steps / "model-1"))
+    model.assert_holds_what_it_cuts_of(reference_tensors(steps / "model-1"))
 
 
 def test_sglang_reads_again_some_of_what_the_last_delta_has_made(
     steps: Path, engine: Engine, whole: Tensors, tmp_path: Path
 ) -> None:
     """So its balancing of experts does, by the path of the last request, in the ranks that lack some."""
-    new = stock_tensors(steps / "model-1")
+    new = reference_tensors(steps / "model-1")
     lost = "model.norm.weight"
     for last in (steps / "delta-1", steps / "root#11"):
         model = started(engine, steps / "step-0", whole)
@@ -372,10 +372,10 @@ def test_a_policy_is_asked_before_anything_is_requested(
 
 def test_a_root_in_a_store_is_read_without_a_flag(engine: Engine, whole: Tensors, steps: Path) -> None:
     publisher = relayout.Publisher("toy://sglang/run", config=steps / "model-0", tp=TP)
-    publisher.publish(stock_tensors(steps / "model-1"), 1)
+    publisher.publish(reference_tensors(steps / "model-1"), 1)
     model = started(engine, steps / "step-0", whole)
     assert engine.update(model, "toy://sglang/run")[0]
-    model.assert_holds_what_it_cuts_of(stock_tensors(steps / "model-1"))
+    model.assert_holds_what_it_cuts_of(reference_tensors(steps / "model-1"))
 
 
 @pytest.fixture
@@ -404,15 +404,15 @@ def test_what_changes_goes_where_it_lies(
 ) -> None:
     """Folders, deltas and steps; also steps that lead back. Nothing is loaded again, and nothing moves."""
     model = started(live, steps / "step-0", whole)
-    loads, places = loads_of(model, monkeypatch), [one.data_ptr() for one in model.memory.values()]
+    loads, indices = loads_of(model, monkeypatch), [one.data_ptr() for one in model.memory.values()]
     for name, step in (("delta-1", 1), ("root", 2), ("root#10", 0), ("root#11", 1), ("step-0", 0), ("root#11", 1)):
         done, answer = live.update(model, steps / name)
         found = weights_of(model).attest()
-        assert (done, found.difference, found.unproven) == (True, None, ())
+        assert (done, found.difference, found.unverified) == (True, None, ())
         assert f" relayout: content {found.content}" in answer
-        model.assert_holds_what_it_cuts_of(stock_tensors(steps / f"model-{step}"))
+        model.assert_holds_what_it_cuts_of(reference_tensors(steps / f"model-{step}"))
     assert not loads
-    assert [one.data_ptr() for one in model.memory.values()] == places
+    assert [one.data_ptr() for one in model.memory.values()] == indices
     assert live.updated.model_path == str(steps / "root#11")
 
 
@@ -436,7 +436,7 @@ def test_memory_that_is_not_as_it_was_left_is_loaded_again(
     act(model)
     for step in (1, 2):
         assert live.update(model, steps / f"delta-{step}")[0]
-        model.assert_holds_what_it_cuts_of(stock_tensors(steps / f"model-{step}"))
+        model.assert_holds_what_it_cuts_of(reference_tensors(steps / f"model-{step}"))
     assert loads == [1]
 
 
@@ -458,7 +458,7 @@ def test_after_a_failure_in_the_middle_the_engine_loads_again_what_it_had(
     model.assert_holds_what_it_cuts_of(whole)
     assert loads == [1]
     assert live.update(model, steps / "delta-1")[0]
-    model.assert_holds_what_it_cuts_of(stock_tensors(steps / "model-1"))
+    model.assert_holds_what_it_cuts_of(reference_tensors(steps / "model-1"))
     assert loads == [1]
 
 

@@ -1,4 +1,4 @@
-"""Weights of a stand-in engine that change: what parameters then have, against the source; and what is proven."""
+"""Weights of a stub engine that change: what parameters then have, against the source; and what is proven."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ import numpy as np
 import pytest
 import torch
 from support.checkpoints import write_family
-from support.conversions import stock_tensors
+from support.conversions import reference_tensors
 from support.fake_vllm import Model
 from support.families import FAMILIES
 from support.live_engine import engine_rank, live_weights
@@ -22,13 +22,13 @@ from support.updates_worker import write_steps
 from torch import nn
 
 import relayout
-from relayout.core.digests import proof_hex
+from relayout.core.digests import blake3_hex
 from relayout.core.workers import Stop, Stopped, heeding
 from relayout.engines.global_tensor import GlobalTensor
 from relayout.engines.load import EngineRank
 from relayout.engines.rank_weights import EngineOptions
 from relayout.errors import FormatError, PlanError
-from relayout.live.staging import Content, Flips, LiveWeights, Modules, Staged
+from relayout.live.staging import Content, Flips, LiveWeights, Modules, StagedUpdate
 
 TP = 2
 LIMIT = 2**30
@@ -137,7 +137,7 @@ def steps(llama: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
 def started(
     folder: Path, rank: int, source: Path, device: str = "cpu", of_engine: EngineRank | None = None
 ) -> tuple[Engine, LiveWeights]:
-    engine = Engine(stock_tensors(source), rank, device)
+    engine = Engine(reference_tensors(source), rank, device)
 
     def load(tensors: Iterator[tuple[str, torch.Tensor]]) -> None:
         engine.load_weights(tensors)
@@ -156,10 +156,10 @@ def live(steps: Path, request: pytest.FixtureRequest) -> tuple[Engine, LiveWeigh
 
 
 def content_of(folder: Path) -> str:
-    return proof_hex((folder / "relayout.json").read_bytes())
+    return blake3_hex((folder / "relayout.json").read_bytes())
 
 
-def stage(live: LiveWeights, *sources: Path, memory: int = LIMIT) -> Staged:
+def stage(live: LiveWeights, *sources: Path, memory: int = LIMIT) -> StagedUpdate:
     return live.stage([str(source) for source in sources], live.content, memory)
 
 
@@ -183,7 +183,7 @@ def test_what_was_read_ahead_of_other_ranks_is_refused(steps: Path, live: tuple[
         name for name in weights.first.columns.names if ".mlp." in name and not name.endswith("down_proj.bias")
     }, "of which the rank has a part"
     weights.first = placed
-    with pytest.raises(PlanError, match=r"stand-in uses parts of model\.layers\..*mlp.* that its rank does not hold"):
+    with pytest.raises(PlanError, match=r"stub uses parts of model\.layers\..*mlp.* that its rank does not hold"):
         stage(weights, steps / "step-1")
 
 
@@ -191,9 +191,9 @@ def test_what_was_read_ahead_of_other_ranks_is_refused(steps: Path, live: tuple[
 def test_what_was_read_when_it_was_used_is_loaded_again(steps: Path, source: str) -> None:
     engine, weights = started(steps / "step-0", 0, steps / "model-0", of_engine=placing())
     staged = stage(weights, steps / source)
-    assert engine.has(stock_tensors(steps / "model-0"))
+    assert engine.has(reference_tensors(steps / "model-0"))
     weights.commit(staged, engine.reload)
-    assert engine.has(stock_tensors(steps / "model-1"))
+    assert engine.has(reference_tensors(steps / "model-1"))
 
 
 @pytest.mark.parametrize("memory", [LIMIT, 4000, 0], ids=["all is held", "some fits", "nothing is held"])
@@ -204,20 +204,20 @@ def test_parameters_are_those_of_the_new_source_after_the_commit_and_not_before(
     engine, weights = live
     if sources[0] == 2:
         weights.commit(stage(weights, steps / "delta-1"), engine.reload)
-    before, last = stock_tensors(steps / f"model-{sources[0] - 1}"), sources[-1]
+    before, last = reference_tensors(steps / f"model-{sources[0] - 1}"), sources[-1]
     staged = stage(weights, *(steps / f"delta-{number}" for number in sources), memory=memory)
     assert staged.nbytes <= memory
     assert (staged.left_nbytes > 0) is (memory < LIMIT)
     assert engine.has(before)
     weights.check(engine)
     weights.commit(staged, engine.reload)
-    assert engine.has(stock_tensors(steps / f"model-{last}"))
+    assert engine.has(reference_tensors(steps / f"model-{last}"))
     assert weights.content is not None
     assert weights.content.digest == content_of(steps / f"step-{last}")
     found = weights.attest()
     assert (found.content, found.difference) == (weights.content.digest, None)
-    assert found.proven == len(weights.recorded.views)
-    assert set(found.unproven) == set(weights.recorded.reloaded)
+    assert found.verified == len(weights.recorded.views)
+    assert set(found.unverified) == set(weights.recorded.reloaded)
 
 
 @pytest.mark.parametrize("memory", [LIMIT, 0], ids=["held", "not held"])
@@ -226,11 +226,11 @@ def test_another_folder_goes_where_the_first_one_went(
 ) -> None:
     engine, weights = live
     weights.commit(stage(weights, steps / "step-2", memory=memory), engine.reload)
-    assert engine.has(stock_tensors(steps / "model-2"))
+    assert engine.has(reference_tensors(steps / "model-2"))
     weights.commit(stage(weights, steps / "delta-3", memory=memory), engine.reload)
-    assert engine.has(stock_tensors(steps / "model-3"))
+    assert engine.has(reference_tensors(steps / "model-3"))
     weights.commit(stage(weights, steps / "step-0", steps / "delta-1", memory=memory), engine.reload)
-    assert engine.has(stock_tensors(steps / "model-1"))
+    assert engine.has(reference_tensors(steps / "model-1"))
     assert weights.attest().difference is None
 
 
@@ -290,7 +290,7 @@ def test_what_is_staged_for_a_device_is_pinned_until_it_is_gone(
         assert staged.nbytes <= sum(runtime.pinned.values()) < staged.nbytes * 1.01
         assert {one.bits.ctypes.data for one in staged.flips} <= runtime.pinned.keys()
     weights.commit(staged, engine.reload)
-    assert engine.has(stock_tensors(steps / "model-1"))
+    assert engine.has(reference_tensors(steps / "model-1"))
     assert bool(runtime.pinned) is bool(limit)
     del staged
     gc.collect()
@@ -303,7 +303,7 @@ def test_what_is_staged_for_a_device_is_pinned_until_it_is_gone(
 def test_a_device_copies_from_what_cuda_says_is_pinned(steps: Path, source: str) -> None:
     engine, weights = started(steps / "step-0", 0, steps / "model-0", "cuda:0")
     staged = stage(weights, steps / source)
-    held = [torch.from_numpy(array) for one in staged.flips for array in (one.places, one.bits)]
+    held = [torch.from_numpy(array) for one in staged.flips for array in (one.indices, one.bits)]
     held += [local(tensor) for _, tensor in staged.held or ()]
     assert held
     assert all(tensor.is_pinned() for tensor in held if tensor.nbytes)
@@ -325,7 +325,7 @@ def test_deltas_that_are_staged_one_after_the_other_are_committed_in_this_order(
     second = weights.stage([str(steps / "delta-2")], first.content, LIMIT)
     for staged in (first, second):
         weights.commit(staged, engine.reload)
-    assert engine.has(stock_tensors(steps / "model-2"))
+    assert engine.has(reference_tensors(steps / "model-2"))
 
 
 @pytest.mark.parametrize("source", ["delta-1", "step-1"])
@@ -337,7 +337,7 @@ def test_layers_that_were_wrapped_since_the_load_are_loaded_again(steps: Path, s
     weights.rehearse(staged, engine, lambda modules, tensors: rehearsed.extend(name for name, _ in tensors))
     assert set(rehearsed) == weights.recorded.slices_of(staged.modules)
     weights.commit(staged, engine.reload)
-    assert engine.has(stock_tensors(steps / "model-1"))
+    assert engine.has(reference_tensors(steps / "model-1"))
 
 
 @pytest.mark.parametrize(
@@ -375,7 +375,7 @@ def test_a_rehearsal_sees_the_tensors_that_are_loaded_again_in_their_order_and_f
         engine.reload(modules, iter(given))
 
     weights.rehearse(staged, engine, lambda _, tensors: note(list(tensors)))
-    assert engine.has(stock_tensors(steps / "model-0"))
+    assert engine.has(reference_tensors(steps / "model-0"))
     weights.commit(staged, reload)
     rehearsed, loaded = forms
     assert rehearsed == loaded != []
@@ -394,7 +394,7 @@ def test_a_thread_that_stages_can_be_stopped(steps: Path, live: tuple[Engine, Li
 def test_layers_of_which_nothing_changes_are_not_loaded_again(steps: Path, tmp_path: Path) -> None:
     """And nothing is read whole for them."""
     engine, weights = started(steps / "step-0", 0, steps / "model-0")
-    tensors = stock_tensors(steps / "model-0")
+    tensors = reference_tensors(steps / "model-0")
     name = next(name for name in sorted(weights.recorded.reloaded))
     write_changed(steps / "model-0", tmp_path / "model", {name: tensors[name] * 2})
     relayout.convert(tmp_path / "model", tmp_path / "step", tp=TP)
@@ -467,7 +467,7 @@ def test_weights_that_others_have_loaded_take_a_folder_and_no_delta(
     with pytest.raises(PlanError, match="were loaded again by others"):
         stage(weights, steps / "delta-1")
     weights.commit(stage(weights, steps / "step-1"), engine.reload)
-    assert engine.has(stock_tensors(steps / "model-1"))
+    assert engine.has(reference_tensors(steps / "model-1"))
 
 
 @pytest.mark.parametrize("meanwhile", ["step-2", "unknown"])
@@ -521,11 +521,11 @@ def test_a_root_of_steps_leads_to_its_newest_step_or_to_one_that_is_named(
     engine, weights = live
     publisher = relayout.Publisher(tmp_path / "root", tp=TP, config=steps / "model-0", full_every=3)
     for number in range(4):
-        publisher.publish(stock_tensors(steps / f"model-{number}"), step=number)
+        publisher.publish(reference_tensors(steps / f"model-{number}"), step=number)
     root = str(tmp_path / "root")
     for step, expected in ((None, 3), (1, 1), (2, 2), (2, 2), (None, 3)):
         weights.commit(weights.stage([root], weights.content, LIMIT, step=step), engine.reload)
-        assert engine.has(stock_tensors(steps / f"model-{expected}"))
+        assert engine.has(reference_tensors(steps / f"model-{expected}"))
         assert weights.attest().difference is None
     with pytest.raises(PlanError, match="has no step 9"):
         weights.stage([root], weights.content, LIMIT, step=9)
@@ -535,7 +535,7 @@ def test_engines_that_take_each_step_or_few_of_them_or_begin_late_have_what_the_
     steps: Path, tmp_path: Path
 ) -> None:
     """A thousand steps of vLLM's own classes: `tools/run engines --step updates --only many`."""
-    root, trained = tmp_path / "root", stock_tensors(steps / "model-0")
+    root, trained = tmp_path / "root", reference_tensors(steps / "model-0")
     options: dict[str, Any] = {"keep": 3, "keep_seconds": 0, "grace_seconds": 0, "full_every": 4}
     publisher = relayout.Publisher(root, tp=TP, config=steps / "model-0", **options)
     publisher.publish(trained, 0)
@@ -569,10 +569,10 @@ def test_engines_that_take_each_step_or_few_of_them_or_begin_late_have_what_the_
 def test_many_elements_are_changed_in_shares_and_each_once() -> None:
     random = np.random.default_rng(0)
     memory = random.integers(0, 2**16, 3_000_000, np.uint16)
-    places = np.sort(random.choice(memory.size, 600_001, replace=False)).astype(np.int32)
-    flips = Flips(0, places, random.integers(1, 2**16, places.size, np.uint16))
+    indices = np.sort(random.choice(memory.size, 600_001, replace=False)).astype(np.int32)
+    flips = Flips(0, indices, random.integers(1, 2**16, indices.size, np.uint16))
     expected = memory.copy()
-    expected[places] ^= flips.bits
+    expected[indices] ^= flips.bits
     shares = list(flips.shares())
     assert len(shares) > 2
     for share in shares:

@@ -80,11 +80,11 @@ def test_elements_that_change_are_found_where_torch_copied_them(copied: Any, cho
     assert (view.source, view.end) == (held[0], held[-1] + 1)
 
     elements = np.array(sorted(chosen.draw(st.sets(st.integers(0, whole.numel() - 1)))), np.int64)
-    has, places = view.places(elements)
+    has, indices = view.indices(elements)
     expected = memory.clone()
     whole.view(-1)[torch.from_numpy(elements)] += 1000
     target.copy_(source)
-    expected[torch.from_numpy(places)] += 1000
+    expected[torch.from_numpy(indices)] += 1000
     assert torch.equal(memory, expected)
     assert set(elements[has].tolist()) == set(elements.tolist()) & set(held)
 
@@ -97,9 +97,9 @@ def test_a_view_says_what_torch_reads_and_writes(copied: Any) -> None:
     memory.as_strided(*view.of_memory).copy_(whole.view(-1).as_strided(*view.of_slice))
     assert torch.equal(target, source)
     assert (memory != -1).sum() == source.numel()
-    places = [view.place(number) for number in range(view.num_elements)]
-    assert memory[places].tolist() == sorted(source.reshape(-1).tolist())
-    assert view.target_end == max(places) + 1
+    indices = [view.place(number) for number in range(view.num_elements)]
+    assert memory[indices].tolist() == sorted(source.reshape(-1).tolist())
+    assert view.target_end == max(indices) + 1
 
 
 def test_layers_that_are_alike_share_their_axes() -> None:

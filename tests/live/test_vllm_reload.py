@@ -1,4 +1,4 @@
-"""How vLLM loads some modules again, and what it would leave out: on stand-ins of what it calls."""
+"""How vLLM loads some modules again, and what it would leave out: on stubs of what it calls."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from support import fake_layerwise
 from support.fake_layerwise import LAYERWISE, Attention, Layer
 from support.fake_vllm import put_modules
 
-from relayout.engines.unwritten import Marks
+from relayout.engines.unwritten import Sentinels
 from relayout.errors import FormatError, PlanError
 from relayout.live.vllm_reload import check_padding, note_defaults, pack_tied, rehearse, reload
 
@@ -301,7 +301,7 @@ def test_a_parameter_that_no_tensor_is_loaded_into_begins_with_its_default_again
     monkeypatch: pytest.MonkeyPatch, is_optional: bool
 ) -> None:
     fake_layerwise.install(monkeypatch)
-    with Marks():
+    with Sentinels():
         layer = Layer(weight=(2, 3), scale=(1,))
         layer.weight = torch.nn.Parameter(torch.empty(2, 3), requires_grad=False)
         layer.scale.data.fill_(-7)

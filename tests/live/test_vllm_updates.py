@@ -13,7 +13,7 @@ import pytest
 import torch
 from support import prestarted
 from support.checkpoints import write_family
-from support.conversions import stock_tensors
+from support.conversions import reference_tensors
 from support.fake_vllm import Engine, LoadConfig, Model, Tensors, TransferWorker, put_modules
 from support.families import FAMILIES
 from support.signing import make_keys
@@ -22,12 +22,12 @@ from support.updates_worker import TP, write_steps
 from torch.utils._python_dispatch import _get_current_dispatch_mode
 
 import relayout
-from relayout.core.digests import proof_hex
+from relayout.core.digests import blake3_hex
 from relayout.core.workers import Stopped, check_stop, current_stop
 from relayout.engines.load import Shapes, check_same_model
 from relayout.engines.rank_weights import EngineOptions, RankWeights
 from relayout.errors import PlanError
-from relayout.live.recording import Recorded
+from relayout.live.recording import SliceLocations
 from relayout.live.staging import Content, LiveWeights
 from relayout.live.vllm_updates import LIVE, InitInfo, TransferEngine, UpdateInfo
 
@@ -76,7 +76,7 @@ def workers(updated_folders: Path) -> list[dict[str, Any]]:
 def test_all_workers_get_what_they_would_cut_out_of_the_new_source(
     updated_folders: Path, workers: list[dict[str, Any]], case: str, step: int
 ) -> None:
-    content = proof_hex((updated_folders / f"step-{step}" / "relayout.json").read_bytes())
+    content = blake3_hex((updated_folders / f"step-{step}" / "relayout.json").read_bytes())
     for worker in workers:
         outcome = worker[case]
         assert (outcome["has"], outcome["content"], outcome["said"]) == ([f"model-{step}"], content, [])
@@ -84,7 +84,7 @@ def test_all_workers_get_what_they_would_cut_out_of_the_new_source(
         attested = outcome["attested"]
         assert (attested["content"], attested["difference"]) == (content, None)
         # The engine of this test puts everything into parameters, or nothing.
-        assert (attested["proven"] > 0) is (not attested["unproven"]) is (case != "loaded again by the engine")
+        assert (attested["verified"] > 0) is (not attested["unverified"]) is (case != "loaded again by the engine")
 
 
 @pytest.mark.parametrize(
@@ -216,13 +216,13 @@ def test_new_weights_are_read_after_what_was_given_up_has_ended(
 def test_what_a_rank_does_not_hold_is_read_through_the_deltas_too(updated_folders: Path) -> None:
     base, deltas = str(updated_folders / "step-0"), [str(updated_folders / f"delta-{step}") for step in (1, 2)]
     weights = RankWeights(base, 0, TP, EngineOptions(), deltas=deltas).deliver()
-    whole = stock_tensors(updated_folders / "model-2")
+    whole = reference_tensors(updated_folders / "model-2")
     with relayout.safe_open(base, deltas=deltas) as opened:
         assert set(opened.keys()) == set(whole)
         for name, tensor in whole.items():
             assert torch.equal(weights.read(name, ...), tensor)
             assert torch.equal(opened.get_tensor(name), tensor)
-    older = stock_tensors(updated_folders / "model-0")
+    older = reference_tensors(updated_folders / "model-0")
     assert not any(torch.equal(older[name], whole[name]) for name in whole)
 
 
@@ -250,7 +250,7 @@ def test_a_policy_is_asked_before_anything_is_requested(
     keys = make_keys(tmp_path)
     keys.policy.write_text(f'[[signer]]\npublic_key = "{keys.public}"\nprefixes = ["{tmp_path}"]\n')
     monkeypatch.setenv("RELAYOUT_TRUST", str(keys.policy))
-    recorded = Recorded({}, {}, {})
+    recorded = SliceLocations({}, {}, {})
     nothing: Any = None
     live = LiveWeights(recorded, nothing, EngineOptions(), nothing)
     for source in ("toy://live/step-1", str(updated_folders / "delta-1")):

@@ -43,10 +43,10 @@ from relayout.testing.backends import (
     SIZES,
     Ground,
     Region,
-    proven,
     read,
     stored,
     strided,
+    verified,
     write_files,
 )
 
@@ -79,18 +79,18 @@ def contents(files: list[Path]) -> list[Array]:
 
 @pytest.fixture(scope="module")
 def headed(files: list[Path], tmp_path_factory: pytest.TempPathFactory) -> tuple[StoredFile, ...]:
-    return proven(files, tmp_path_factory.mktemp("proven"))
+    return verified(files, tmp_path_factory.mktemp("proven"))
 
 
 @pytest.fixture(params=TARGETS, ids=names_of)
 def target(
     request: pytest.FixtureRequest, files: list[Path], headed: tuple[StoredFile, ...], contents: list[Array]
 ) -> Iterator[Target]:
-    name, kind, is_proven = request.param
+    name, kind, is_verified = request.param
     if name == "gds":  # It has nothing to do for what is in the page cache.
         forget(*files)
     with Lanes() as lanes:
-        yield Target(name, kind, headed if is_proven else stored(files), contents, lanes)
+        yield Target(name, kind, headed if is_verified else stored(files), contents, lanes)
         assert lanes.in_flight == 0
 
 
@@ -205,7 +205,7 @@ def assert_fails(
         with pytest.raises(error, match=message):
             in_time(lambda: target.backend.start(ground.memory, fill).join(on_progress))
         assert target.lanes.in_flight == 0
-        target.cufile.assert_given_back()
+        target.cufile.assert_restored()
     target.lanes.forget()
 
 
@@ -290,7 +290,7 @@ def test_a_fill_that_is_cancelled_stops_and_leaves_nothing(target: Target) -> No
         in_time(filling.cancel)
         filling.cancel()
         assert target.lanes.in_flight == 0
-        target.cufile.assert_given_back()
+        target.cufile.assert_restored()
     assert not np.array_equal(ground.space, ground.expected)
     target.lanes.forget()
     target.check(SOME)

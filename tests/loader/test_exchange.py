@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 from support.checkpoints import write_family
-from support.conversions import stock_tensors
+from support.conversions import reference_tensors
 from support.engine_oracle import expected
 from support.families import FAMILIES
 from support.group_worker import NUM_MEMBERS, digests, seen_by_members
@@ -50,7 +50,7 @@ def cut(whole: torch.Tensor, kind: str, tp: int, rank: int, sizes: dict[str, int
 
 def slices(folder: Path, name: str, tp: int, rank: int) -> dict[str, str]:
     """What identifies a rank's slices of a family's checkpoint."""
-    whole, sizes = stock_tensors(folder), FAMILIES[name].all_sizes()
+    whole, sizes = reference_tensors(folder), FAMILIES[name].all_sizes()
     entries = FAMILIES[name].entries(sizes)
     assert {entry.name for entry in entries} == set(whole)
     return digests({entry.name: cut(whole[entry.name], entry.cut, tp, rank, sizes) for entry in entries})
@@ -68,7 +68,7 @@ def test_each_member_has_the_slices_of_its_rank(place: Path, group: list[dict[st
 def wide_slices(place: Path, tp: int, rank: int) -> dict[str, str]:
     kinds = {"gate_proj": "even", "up_proj": "even", "down_proj": "even@1", "lm_head": "vocabulary"}
     kinds["embed_tokens"] = "vocabulary"
-    whole = stock_tensors(place / "wide").items()
+    whole = reference_tensors(place / "wide").items()
     kind_of = {name: next((cut for part, cut in kinds.items() if part in name), "whole") for name, _ in whole}
     return digests({name: cut(tensor, kind_of[name], tp, rank, {}) for name, tensor in whole})
 

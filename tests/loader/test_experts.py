@@ -14,7 +14,7 @@ import torch
 from support import s3_server
 from support.bits import flip
 from support.checkpoints import write_family
-from support.conversions import Conversions, Tensors, assert_same, stock_tensors, stored_in
+from support.conversions import Conversions, Tensors, assert_same, reference_tensors, stored_in
 from support.fake_vllm import expert_of
 from support.families import FAMILIES
 from support.s3_server import Server
@@ -54,7 +54,7 @@ def mixture(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def source(mixture: Path) -> Tensors:
-    return stock_tensors(mixture / "plain")
+    return reference_tensors(mixture / "plain")
 
 
 def wanted(mixture: Path, source: Tensors, rank: int, tp: int, experts: list[int]) -> Tensors:
@@ -139,7 +139,7 @@ def test_they_are_streamed_and_filled_in_place(mixture: Path, source: Tensors) -
 
 @pytest.mark.parametrize("name", ["gpt_oss_mxfp4", "llama4"])
 def test_of_stacked_experts_the_rows_are_loaded(name: str, conversions: Conversions) -> None:
-    whole = stock_tensors(conversions.source(name))
+    whole = reference_tensors(conversions.source(name))
     stacked = {key for key in whole if ".experts." in key}
     count = {whole[key].shape[0] for key in stacked}
     assert count == {NUM_EXPERTS}
@@ -155,7 +155,7 @@ def test_of_stacked_experts_the_rows_are_loaded(name: str, conversions: Conversi
 
 def test_scales_of_inputs_are_those_of_all_experts(conversions: Conversions) -> None:
     """vLLM 0.33's filter of experts (`ep_weight_filter.py`) leaves out no scale."""
-    whole = stock_tensors(conversions.source("nvfp4_modelopt_moe"))
+    whole = reference_tensors(conversions.source("nvfp4_modelopt_moe"))
     found = relayout.load(conversions.at("nvfp4_modelopt_moe", 2, experts=True), 0, experts=[3])
     scales = {name for name in whole if ".experts." in name and name.endswith(".input_scale")}
     assert {expert_of(name) for name in scales} == {0, 1, 2, 3}
@@ -172,7 +172,7 @@ def test_deltas_change_experts_too(mixture: Path, source: Tensors, tmp_path: Pat
     file.write_bytes(content)
     relayout.convert(changed, tmp_path / "next", tp=2, expert_parallel=True, max_part_nbytes="8MiB")
     relayout.delta(mixture / "ep2", tmp_path / "next", tmp_path / "delta")
-    after = stock_tensors(changed)
+    after = reference_tensors(changed)
     differing = {expert_of(name) for name in after if not torch.equal(after[name], source[name])}
     experts = sorted((differing | {1}) - {-1})
     assert differing - {-1}

@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 from support import s3_server, seaweedfs, store_contract
-from support.conversions import stock_tensors, stored_in
+from support.conversions import reference_tensors, stored_in
 from support.group_worker import NUM_MEMBERS, digests, load_together
 from support.loader_fixtures import MIB, mlp_model
 
@@ -24,7 +24,7 @@ IS_REAL = "seaweedfs" in os.environ.get(store_contract.REAL_STORES, "").split(",
 
 
 @dataclass(frozen=True)
-class Place:
+class HeldSlice:
     """A model, converted for two ranks: 8 MB each."""
 
     folder: Path
@@ -45,7 +45,7 @@ class Place:
 
 
 @pytest.fixture(scope="module")
-def place(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Place]:
+def place(tmp_path_factory: pytest.TempPathFactory) -> Iterator[HeldSlice]:
     folder = tmp_path_factory.mktemp("group")
     source = mlp_model(folder / "source", num_layers=2, width=6144)
     relayout.convert(source, folder / "out", tp=2, max_part_nbytes=5 * MIB)
@@ -53,25 +53,25 @@ def place(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Place]:
         url = f"s3://{store_contract.BUCKET}/{folder.name}"
         relayout.convert(source, url, tp=2, max_part_nbytes=5 * MIB)
         relayout.restore(url, f"{url}-source")
-        yield Place(folder, url, lambda: seaweedfs.sent_nbytes(store_contract.BUCKET), {})
+        yield HeldSlice(folder, url, lambda: seaweedfs.sent_nbytes(store_contract.BUCKET), {})
         return
     with s3_server.running() as server:
         for name, prefix in (("out", "out"), ("source", "out-source")):
             for file in (folder / name).iterdir():
                 server.put("models", f"{prefix}/{file.name}", file.read_bytes())
-        yield Place(folder, "s3://models/out", lambda: server.sent_nbytes, s3_server.environment(server))
+        yield HeldSlice(folder, "s3://models/out", lambda: server.sent_nbytes, s3_server.environment(server))
 
 
 @pytest.mark.parametrize("options", [{}, {"by": "iter_load"}])
-def test_the_server_sends_the_rank_once(place: Place, tmp_path: Path, options: dict[str, Any]) -> None:
+def test_the_server_sends_the_rank_once(place: HeldSlice, tmp_path: Path, options: dict[str, Any]) -> None:
     found, sent = place.run(tmp_path, rank=1, **options)
     assert found == [digests(stored_in(place.folder / "out", 1))] * NUM_MEMBERS
     # Each reads manifest, table and the beginning of each file.
     assert place.rank_nbytes() <= sent <= 1.05 * place.rank_nbytes()
 
 
-def test_the_server_sends_a_plain_checkpoint_once(place: Place, tmp_path: Path) -> None:
+def test_the_server_sends_a_plain_checkpoint_once(place: HeldSlice, tmp_path: Path) -> None:
     found, sent = place.run(tmp_path, path=f"{place.url}-source", tp=NUM_MEMBERS)
     assert found == [digests(relayout.load(place.folder / "out", rank, tp=NUM_MEMBERS)) for rank in range(NUM_MEMBERS)]
-    nbytes = sum(tensor.nbytes for tensor in stock_tensors(place.folder / "source").values())
+    nbytes = sum(tensor.nbytes for tensor in reference_tensors(place.folder / "source").values())
     assert nbytes <= sent <= 1.02 * nbytes

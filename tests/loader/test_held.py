@@ -22,7 +22,7 @@ from relayout.core.slices import WHOLE, Cut, TensorHead
 from relayout.errors import PlanError
 from relayout.loader.held import HeldTensor, _as_numbers, part_of, unwrapped
 from relayout.train.group_save import MemberParts
-from relayout.train.save import Held
+from relayout.train.save import HeldTensors
 
 
 @given(st.integers(0, 40), st.lists(st.tuples(st.integers(1, 4), st.integers(0, 3), st.integers(1, 3)), max_size=3))
@@ -110,7 +110,7 @@ def test_copies_on_the_host_have_the_bytes_that_safetensors_saves(
         tensors[name] = tensor.resolve_conj().resolve_neg().contiguous().clone()
     blob = save(tensors)
     length = int.from_bytes(blob[:8], "little")
-    copied = Held(held, {}).on_host().tensors
+    copied = HeldTensors(held, {}).on_host().tensors
     for name, entry in json.loads(blob[8 : 8 + length]).items():
         start, end = entry["data_offsets"]
         for one in (held[name], copied[name]):

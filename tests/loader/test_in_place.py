@@ -26,7 +26,7 @@ import relayout
 from relayout.errors import FormatError, PlanError
 from relayout.format.delta import encode
 from relayout.loader import in_place
-from relayout.loader.sources.checkpoint import Asked
+from relayout.loader.sources.checkpoint import LoadRequest
 
 Tensors = dict[str, torch.Tensor]
 
@@ -441,7 +441,7 @@ def test_the_memory_of_a_load_is_used_again_if_a_load_would_make_it_just_so(
 ) -> None:
     folder = steps_of("ranks") / "0"
     loaded = relayout.load(folder, 0)
-    rank = Asked(path=folder, rank=0).source().columns()
+    rank = LoadRequest(path=folder, rank=0).source().columns()
     assert {name: id(one) for name, one in in_place.as_loaded(loaded, rank).items()} == {
         name: id(one) for name, one in loaded.items()
     }

@@ -261,5 +261,5 @@ def test_an_arena_that_cannot_be_registered_is_an_error_that_leaves_nothing(
         with monkeypatch.context() as patch:
             patch.setattr(fake, "register", fail)
             assert_fails(lambda: relayout.load(place / "out", 0), OSError, "cuFile cannot register it")
-        fake.assert_given_back()
+        fake.assert_restored()
         assert_equal(relayout.load(place / "out", 0), expected)

@@ -243,9 +243,9 @@ def test_compat_mode_is_taken_by_its_own_name_only(monkeypatch: pytest.MonkeyPat
     assert (found.name, found.gds, found.is_zero_copy) == (backend, None if is_compat else "P2PDMA", not is_compat)
     what = "cuFile, compat mode" if is_compat else "P2PDMA"
     assert found.reason == f"requested: {what} is asked for: reads; experimental: never tested on a GPU"
-    proven = Options("cuda:0", backend, verify=True)
+    verified = Options("cuda:0", backend, verify=True)
     with pytest.raises(PlanError, match=f"backend '{backend}' does not show its bytes to the host"):
-        proven.backend_for(files)
+        verified.backend_for(files)
 
 
 def test_auto_takes_the_first_backend_that_does_not_refuse_and_tells_what_the_others_said(

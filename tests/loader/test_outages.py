@@ -27,7 +27,7 @@ SECONDS = 1.5
 _NUM_REFUSED = 4
 """The least number of requests that fail, however slow this machine is."""
 _RESET_AFTER = 2**20
-Work = Callable[[str], object]
+OutputSpec = Callable[[str], object]
 
 
 @dataclass
@@ -71,7 +71,7 @@ class Outages:
         return s3_server.error(503, "SlowDown")
 
 
-def works(server: Server, model: Path, converted: Path, place: Path) -> dict[str, Work]:
+def works(server: Server, model: Path, converted: Path, place: Path) -> dict[str, OutputSpec]:
     """What reads, by name: each is given a URL of its own, and compares what came with what stock readers say."""
 
     def restore(url: str) -> None:

@@ -17,7 +17,7 @@ from relayout.core.slices import NOT_HELD, WHOLE, Slice, slice_transfers
 from relayout.format.index import Read
 from relayout.loader.group.plan import (
     EXCHANGED_NBYTES,
-    Divided,
+    DividedTensor,
     Division,
     ExchangedRange,
     ExchangeRound,
@@ -35,7 +35,7 @@ class Case:
     """Tensors in files of random bytes, and what each member has to have of them, by numpy."""
 
     files: list[Array]
-    tensors: list[Divided]
+    tensors: list[DividedTensor]
     expected: list[list[Array]]
     """For each tensor and member: the bytes of the slice."""
     num_members: int
@@ -90,7 +90,7 @@ def cases(draw: st.DrawFn) -> Case:
             content.append(whole.reshape(-1))
             parts = draw(slices(shape, num_members))
             transfers = tuple(slice_transfers(dtype, shape, part) for part in parts)
-            tensors.append(Divided(file, offset, Division.of(transfers, max_gap)))
+            tensors.append(DividedTensor(file, offset, Division.of(transfers, max_gap)))
             expected.append([taken(whole, part) for part in parts])
         files.append(np.concatenate(content))
     order = draw(st.permutations(range(len(tensors))))
@@ -183,7 +183,7 @@ def test_each_member_reads_as_much() -> None:
     columns = [slice_transfers("U8", (7168, 2048), Slice.along(1, [(start, 512)])) for start in range(0, 2048, 512)]
     division = Division.of(tuple(columns), 2**18)
     whole = 7168 * 2048  # Three ranges, and a smaller one for the fourth member.
-    rounds = plan_exchange([Divided(number, 100, division) for number in range(20)], 4)
+    rounds = plan_exchange([DividedTensor(number, 100, division) for number in range(20)], 4)
     nbytes = Counter[int]()
     for piece in (piece for each in rounds for piece in each.ranges):
         nbytes[piece.member] += piece.extent.nbytes

@@ -231,12 +231,12 @@ def test_a_file_of_another_conversion_is_refused(converted: Path, tmp_path: Path
 
 
 @pytest.fixture
-def proven(monkeypatch: pytest.MonkeyPatch) -> None:
+def verified(monkeypatch: pytest.MonkeyPatch) -> None:
     """Each file is proven as it is read, as under a policy: nothing of it is read by its descriptor."""
     ordinary = module.RowReader.__init__
 
     def init(reader: Any, name: Any, runs: Any, files: tuple[StoredFile, ...], depth: int) -> None:
-        ordinary(reader, name, runs, tuple(file.proven() for file in files), depth)
+        ordinary(reader, name, runs, tuple(file.verified() for file in files), depth)
 
     monkeypatch.setattr(module.RowReader, "__init__", init)
 

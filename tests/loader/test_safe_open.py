@@ -14,7 +14,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from safetensors import safe_open
 from safetensors.torch import save_file
-from support.conversions import OF_EACH_KIND, Conversions, grouped, stock_tensors
+from support.conversions import OF_EACH_KIND, Conversions, grouped, reference_tensors
 from support.loader_fixtures import MEASURE, child, nothing_left_behind, skip_unless_drives_are_counted, write_model
 from support.models import as_integers
 from support.profile import IS_LONG
@@ -41,7 +41,7 @@ def a_box(shape: torch.Size) -> Any:
 
 @pytest.mark.parametrize("name", grouped(OF_EACH_KIND))
 def test_a_tensor_of_each_kind_is_the_sources_and_so_are_slices(name: str, conversions: Conversions) -> None:
-    source = stock_tensors(conversions.source(name))
+    source = reference_tensors(conversions.source(name))
     one_of_each = {collapse_numbers(key): key for key in source}
     with relayout.safe_open(conversions.at(name, conversions.largest(name))) as opened:
         assert set(opened.keys()) == source.keys()
@@ -54,7 +54,7 @@ def test_a_tensor_of_each_kind_is_the_sources_and_so_are_slices(name: str, conve
 
 @pytest.mark.parametrize("name", grouped(["qwen3_moe", "gpt_oss_mxfp4", "deepseek_v3", "gptq_4bit_moe"]))
 def test_experts_are_found_with_the_ranks_that_own_them(name: str, conversions: Conversions) -> None:
-    source = stock_tensors(conversions.source(name))
+    source = reference_tensors(conversions.source(name))
     with relayout.safe_open(conversions.at(name, 2, experts=True)) as opened:
         assert set(opened.keys()) == source.keys()
         experts = [key for key in source if ".experts." in key]
@@ -112,7 +112,7 @@ def test_scalars_vectors_and_odd_types_are_those_of_the_stock_reader(tmp_path: P
         relayout.convert(tmp_path / "source", tmp_path / str(tp), tp=tp, unmatched="replicate")
         with relayout.safe_open(tmp_path / str(tp)) as opened:
             assert set(opened.keys()) == tensors.keys()
-            for name, tensor in stock_tensors(tmp_path / "source").items():
+            for name, tensor in reference_tensors(tmp_path / "source").items():
                 for found in (opened.get_tensor(name), opened.get_slice(name)[...], opened.get_slice(name)[()]):
                     assert (found.dtype, found.shape) == (tensor.dtype, tensor.shape), name
                     assert bytes(found.reshape(-1).view(torch.uint8)) == bytes(tensor.reshape(-1).view(torch.uint8))
@@ -225,7 +225,7 @@ SLICED = ["llama", "phi3", "gpt2_hub", "gpt_oss_mxfp4", "qwen3_next"]
 
 @pytest.mark.parametrize("name", grouped(SLICED))
 def test_any_slice_is_what_torch_selects(name: str, conversions: Conversions) -> None:
-    source = stock_tensors(conversions.source(name))
+    source = reference_tensors(conversions.source(name))
     by_shape = {(len(tensor.shape), tuple(tensor.shape)): key for key, tensor in source.items()}
     opened = relayout.safe_open(conversions.at(name, 8))
 
@@ -267,7 +267,7 @@ def test_whatever_else_torch_takes_is_taken_and_what_it_refuses_is_refused(
     index: Any, kind: str, conversions: Conversions
 ) -> None:
     key = f"model.layers.1.self_attn.{kind}.weight"
-    whole = stock_tensors(conversions.source("llama"))[key]
+    whole = reference_tensors(conversions.source("llama"))[key]
     part = relayout.safe_open(conversions.at("llama", 8)).get_slice(key)
     try:
         expected = whole[index]
@@ -286,7 +286,7 @@ def packed(request: pytest.FixtureRequest, tmp_path: Path) -> tuple[Any, torch.T
     relayout.convert(source, tmp_path / "out", tp=4)
     part = relayout.safe_open(tmp_path / "out").get_slice(key)
     assert part.get_shape() == [16, 16]
-    return part, stock_tensors(source)[key].view(torch.uint8)
+    return part, reference_tensors(source)[key].view(torch.uint8)
 
 
 def test_rows_of_numbers_of_4_bits_are_read_in_part(packed: tuple[Any, torch.Tensor]) -> None:
@@ -337,7 +337,7 @@ def test_tensors_are_on_the_device_that_is_named(conversions: Conversions, monke
 
 def test_each_tensor_has_memory_of_its_own_and_stays(conversions: Conversions, tmp_path: Path) -> None:
     folder = Path(shutil.copytree(conversions.at("llama", 4), tmp_path / "copy"))
-    expected = stock_tensors(conversions.source("llama"))["lm_head.weight"]
+    expected = reference_tensors(conversions.source("llama"))["lm_head.weight"]
     with nothing_left_behind():
         with relayout.safe_open(folder) as file:
             first, second = (file.get_tensor("lm_head.weight") for _ in range(2))
@@ -373,7 +373,7 @@ def test_what_is_not_there_is_named(conversions: Conversions, opened: Checkpoint
 def test_a_missing_file_matters_for_what_lies_in_it_only(conversions: Conversions, tmp_path: Path) -> None:
     folder = Path(shutil.copytree(conversions.at("llama", 4), tmp_path / "copy"))
     (folder / "model-rank-2-part-0.safetensors").unlink()
-    expected = stock_tensors(conversions.source("llama"))
+    expected = reference_tensors(conversions.source("llama"))
     with relayout.safe_open(folder) as file:
         key = "model.layers.0.self_attn.q_proj.weight"
         assert_same(file.get_tensor("model.norm.weight"), expected["model.norm.weight"], "norm")
@@ -408,7 +408,7 @@ def test_no_more_is_read_than_is_asked_for(tmp_path: Path) -> None:
     }
     source = write_model(tmp_path / "source", sizes)
     relayout.convert(source, tmp_path / "out", tp=8)
-    whole = {key.split(".")[4].removesuffix("_proj"): tensor for key, tensor in stock_tensors(source).items()}
+    whole = {key.split(".")[4].removesuffix("_proj"): tensor for key, tensor in reference_tensors(source).items()}
     found = child(MEASURE + READ, tmp_path / "out")
     for what, (_, nbytes, total) in found.items():
         expected = eval(what, {}, whole)

@@ -19,7 +19,7 @@ from support.signing import make_keys
 import relayout
 from relayout.core.slices import NOT_HELD, Slice
 from relayout.errors import PlanError
-from relayout.loader.sharded import _backend_beside, _Told
+from relayout.loader.sharded import _backend_beside, _PartsMessage
 
 pytestmark = pytest.mark.xdist_group("group")
 
@@ -240,7 +240,7 @@ ROWS, OTHERS = Slice.along(0, [(0, 4)]), Slice.along(0, [(4, 6)])
 )
 def test_members_of_one_machine_exchange_nothing(parts: list[Slice], are_apart: bool) -> None:
     """What several have comes through the page cache, but to a device, or if that is not to be used."""
-    told = [_Told([part], {0: 0}, frozenset(), 1, "this machine", "cpu") for part in parts]
+    told = [_PartsMessage([part], {0: 0}, frozenset(), 1, "this machine", "cpu") for part in parts]
     assert _backend_beside(told, "auto") == ("auto" if are_apart else "buffered")
     assert _backend_beside(told, "direct") == ("direct" if are_apart else None)
     # Every member decides the same, also if one alone has a device.

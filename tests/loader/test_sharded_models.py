@@ -10,7 +10,7 @@ import torch
 from safetensors.torch import save_file
 from support import prestarted
 from support.checkpoints import write_family
-from support.conversions import stock_tensors
+from support.conversions import reference_tensors
 from support.families import FAMILIES
 from support.profile import sample
 from support.sharded_worker import MODELS
@@ -58,7 +58,7 @@ def a_model(place: Path, name: str) -> torch.nn.Module:
 
 def test_a_second_name_of_a_tied_tensor_must_have_the_same_values(place: Path, tmp_path: Path) -> None:
     """As some checkpoints of the hub have it."""
-    tensors = stock_tensors(place / "qwen2_tied")
+    tensors = reference_tensors(place / "qwen2_tied")
     embedding = tensors["model.embed_tokens.weight"]
     for is_same in (True, False):
         tensors["lm_head.weight"] = embedding.clone() if is_same else embedding + 1
@@ -75,7 +75,7 @@ def test_a_second_name_of_a_tied_tensor_must_have_the_same_values(place: Path, t
 
 
 def test_what_transformers_ignores_is_ignored(place: Path, tmp_path: Path) -> None:
-    tensors = stock_tensors(place / "qwen3_moe")
+    tensors = reference_tensors(place / "qwen3_moe")
     model = a_model(place, "qwen3_moe")
     for name, is_ignored in (("model.rotary_emb.inv_freq", True), ("model.layers.0.other.weight", False)):
         save_file({**tensors, name: torch.ones(2)}, tmp_path / "model.safetensors")
@@ -89,7 +89,7 @@ def test_what_transformers_ignores_is_ignored(place: Path, tmp_path: Path) -> No
 
 
 def test_a_model_lacks_nothing_that_it_does_not_share(place: Path, tmp_path: Path) -> None:
-    tensors = stock_tensors(place / "qwen3_moe")
+    tensors = reference_tensors(place / "qwen3_moe")
     del tensors["model.layers.1.mlp.experts.3.up_proj.weight"]
     save_file(tensors, tmp_path / "model.safetensors")
     with pytest.raises(PlanError, match=r"the checkpoint has no 'model\.layers\.1\.mlp\.experts\.3\.up_proj\.weight'"):

@@ -9,19 +9,19 @@ from typing import Any, cast
 
 import pytest
 from blake3 import blake3
-from support.conversions import stock_tensors, stored_in
+from support.conversions import reference_tensors, stored_in
 from support.group_worker import NUM_MEMBERS, PIECE_NBYTES, digests, load_together, seen_by_members
 from support.loader_fixtures import MIB, mlp_model
 from support.remote import HEAD
 from support.signing import make_keys
 
 import relayout
-from relayout.checkpoint.converted import FileProof
+from relayout.checkpoint.converted import FileDigests
 from relayout.core.extents import Transfer
 from relayout.errors import FormatError, PlanError
 from relayout.format.index import Read
 from relayout.loader.group.plan import Portion, PortionRound
-from relayout.loader.group.sharing import Sharing, prove_received
+from relayout.loader.group.sharing import Sharing, verify_received
 from relayout.loader.sources.rank import StoredFile
 from relayout.storage.local.store import LocalStore
 
@@ -89,7 +89,7 @@ def test_a_chunk_of_which_two_members_have_read_parts_is_proven(tmp_path: Path, 
     """Whose part was wrong: what this member has read lay in its own memory, too."""
     content = bytes(range(1, 17))
     (tmp_path / "file").write_bytes(content)
-    proof = FileProof("", 0, 16, blake3(content).digest)
+    proof = FileDigests("", 0, 16, blake3(content).digest)
     file = StoredFile(LocalStore(tmp_path), "file", 16, proof)
     reads = [Read(0, Transfer(0, 0, 8)), Read(0, Transfer(8, 32, 8))]
     portions = tuple(
@@ -99,7 +99,7 @@ def test_a_chunk_of_which_two_members_have_read_parts_is_proven(tmp_path: Path, 
     if damaged is not None:
         memory[damaged] ^= 1
     with pytest.raises(FormatError, match="digest") if damaged is not None else nullcontext():
-        prove_received([file], reads, [PortionRound(0, portions)], memoryview(memory), 0, 1)
+        verify_received([file], reads, [PortionRound(0, portions)], memoryview(memory), 0, 1)
 
 
 @pytest.mark.parametrize("is_signed", [False, True])
@@ -111,7 +111,7 @@ def test_what_must_be_proven_is_sent_to_host_memory_only(kind: str, is_signed: b
 
 
 def test_at_another_degree_and_some_tensors_only(place: Path, group: list[dict[str, Any]]) -> None:
-    whole = digests(stock_tensors(place / "source"))
+    whole = digests(reference_tensors(place / "source"))
     quarter = digests(relayout.load(place / "out", 2, tp=4))
     some = {name: one for name, one in digests(stored_in(place / "out", 1)).items() if ".0.mlp." in name}
     assert some

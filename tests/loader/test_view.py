@@ -94,7 +94,7 @@ def test_a_closed_one_answers_no_more_and_what_it_gave_stays(converted: Path, tm
         with relayout.open(folder, 0) as opened:
             kept = {name: opened.get_tensor(name) for name in stored}
             part = opened.get_slice("lm_head.weight")
-        for call in (opened.get_tensor, opened.get_slice, opened.place):
+        for call in (opened.get_tensor, opened.get_slice, opened.held_slice):
             with pytest.raises(PlanError, match="is closed"):
                 call("lm_head.weight")
         for ask in (opened.keys, opened.offset_keys, opened.metadata, opened.get_tensors, lambda: list(opened)):
@@ -115,7 +115,7 @@ def test_it_holds_no_file_open(converted: Path) -> None:
 
 def test_what_is_not_there_is_named(model: Path, converted: Path, tmp_path: Path) -> None:
     with relayout.open(converted, 1) as opened:
-        for call in (opened.get_tensor, opened.get_slice, opened.place):
+        for call in (opened.get_tensor, opened.get_slice, opened.held_slice):
             with pytest.raises(PlanError, match=r"out: rank 1 has no tensor 'model\.norm'") as caught:
                 call("model.norm")
             assert (caught.value.code, caught.value.path) == ("missing", str(converted))
@@ -223,11 +223,11 @@ def test_tensors_and_their_places_are_those_of_the_rank(
         assert sorted(opened.keys()) == sorted(expected)
         assert_equal({name: opened.get_tensor(name) for name in expected}, expected)
         for name, tensor in expected.items():
-            place = opened.place(name)
-            assert list(place.shape) == whole.get_slice(name).get_shape()
-            ranges = place.part.ranges or ((0, place.shape[place.part.axis]),)
-            pieces = [whole.get_tensor(name).narrow(place.part.axis, *one) for one in ranges]
-            assert torch.equal(torch.cat(pieces, place.part.axis), tensor)
+            held_slice = opened.held_slice(name)
+            assert list(held_slice.shape) == whole.get_slice(name).get_shape()
+            ranges = held_slice.part.ranges or ((0, held_slice.shape[held_slice.part.axis]),)
+            pieces = [whole.get_tensor(name).narrow(held_slice.part.axis, *one) for one in ranges]
+            assert torch.equal(torch.cat(pieces, held_slice.part.axis), tensor)
 
 
 @pytest.mark.parametrize("index", INDEXES.values(), ids=INDEXES)

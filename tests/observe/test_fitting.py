@@ -12,7 +12,7 @@ from support.observed_slices import Checkpoint, Tensor, read
 from support.plan_comparing import differences
 
 from relayout.core.slices import WHOLE, Slice
-from relayout.observe.fitting import Example, Fitted, fit
+from relayout.observe.fitting import Example, FittedPlan, fit
 from relayout.plans.family import parse_family
 
 FITTED = [
@@ -33,16 +33,16 @@ def checkpoint_of(
     return Checkpoint("odd", "engine", {"model_type": "odd", **config}, tensors, slices)
 
 
-def fitted_to(*checkpoints: Checkpoint, held_out: Sequence[int] = ()) -> Fitted:
+def fitted_to(*checkpoints: Checkpoint, held_out: Sequence[int] = ()) -> FittedPlan:
     return fit([Example(checkpoint, checkpoint.observed) for checkpoint in checkpoints], held_out)
 
 
-def agrees(fitted: Fitted, checkpoint: Checkpoint) -> bool:
+def agrees(fitted: FittedPlan, checkpoint: Checkpoint) -> bool:
     """Whether the plan file gives what was observed."""
     return not list(differences(parse_family(fitted.as_toml("observed"), "plan.toml", "plan"), checkpoint))
 
 
-def more_than(fitted: Fitted, checkpoint: Checkpoint) -> list[str]:
+def more_than(fitted: FittedPlan, checkpoint: Checkpoint) -> list[str]:
     """Patterns of what ranks hold more of by the plan file than was observed; there is no other difference."""
     found = list(differences(parse_family(fitted.as_toml("observed"), "plan.toml", "plan"), checkpoint))
     assert {one.what for one in found} == {"more"}

@@ -23,7 +23,7 @@ from relayout.core.slices import NOT_HELD, WHOLE, Slice
 from relayout.errors import PlanError
 from relayout.format.fields import dump_slice
 from relayout.format.index import HUB_INDEX_NAME
-from relayout.observe.observation import observe_plan, parse, same_elements, write_stand_in
+from relayout.observe.observation import observe_plan, parse, same_elements, write_stub
 from relayout.plans.family import ENGINES
 from relayout.storage.stores import find_store
 
@@ -34,12 +34,12 @@ def test_a_tensor_of_which_no_rank_has_elements_is_loaded_by_none() -> None:
     assert parse("vllm", result).loaded_slices == ((NOT_HELD, NOT_HELD),)
 
 
-def test_the_stand_in_of_weights_in_the_format_of_mistral_has_the_name_by_which_vllm_knows_it(tmp_path: Path) -> None:
+def test_the_stub_of_weights_in_the_format_of_mistral_has_the_name_by_which_vllm_knows_it(tmp_path: Path) -> None:
     write_source(tmp_path / "model")
     (tmp_path / "model" / "model.safetensors").rename(tmp_path / "model" / "consolidated.safetensors")
-    (tmp_path / "stand_in").mkdir()
-    write_stand_in(read_source(find_store(tmp_path / "model")), tmp_path / "stand_in")
-    assert [file.name for file in (tmp_path / "stand_in").glob("*.safetensors")] == ["consolidated.safetensors"]
+    (tmp_path / "stub").mkdir()
+    write_stub(read_source(find_store(tmp_path / "model")), tmp_path / "stub")
+    assert [file.name for file in (tmp_path / "stub").glob("*.safetensors")] == ["consolidated.safetensors"]
 
 
 @pytest.mark.usefixtures("vllm")
@@ -107,17 +107,17 @@ def test_the_engines_are_vllm_and_sglang(tmp_path: Path) -> None:
         assert all(hasattr(module, name) for name in ("INSTALL", "start", "configuration", "observe_rank"))
 
 
-def test_the_stand_in_of_weights_with_an_index_has_one(tmp_path: Path) -> None:
+def test_the_stub_of_weights_with_an_index_has_one(tmp_path: Path) -> None:
     """SGLang's class of Llama 4 looks there for a vision part."""
     write_source(tmp_path / "model")
     source = read_source(find_store(tmp_path / "model"))
     (tmp_path / "one").mkdir()
-    write_stand_in(source, tmp_path / "one")
+    write_stub(source, tmp_path / "one")
     assert not (tmp_path / "one" / HUB_INDEX_NAME).exists()
     names = {tensor.name: "model.safetensors" for tensor in source.tensors}
     (tmp_path / "model" / HUB_INDEX_NAME).write_text(json.dumps({"weight_map": names}))
     (tmp_path / "other").mkdir()
-    write_stand_in(read_source(find_store(tmp_path / "model")), tmp_path / "other")
+    write_stub(read_source(find_store(tmp_path / "model")), tmp_path / "other")
     assert json.loads((tmp_path / "other" / HUB_INDEX_NAME).read_text())["weight_map"] == names
 
 

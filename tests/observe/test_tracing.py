@@ -15,7 +15,7 @@ from support.tensor_operations import copies, views
 
 from relayout.core.slices import NOT_HELD, WHOLE, Slice
 from relayout.errors import PlanError
-from relayout.observe.stand_ins import WithoutMemory
+from relayout.observe.stubs import WithoutMemory
 from relayout.observe.tracing import NOTHING, Box, LoadRecorder, Probe, box_of, slice_of
 
 

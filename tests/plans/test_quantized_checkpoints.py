@@ -16,7 +16,7 @@ import numpy as np
 import pytest
 import torch
 from support.checkpoints import Tensors
-from support.conversions import OF_EACH_KIND, Conversions, grouped, held_by, stock_tensors
+from support.conversions import OF_EACH_KIND, Conversions, grouped, held_by, reference_tensors
 from support.engine_oracle import Array, IndivisibleError, expected, owners, split_cut
 from support.families import Entry, Sizes
 from support.loader_fixtures import whole_tensors
@@ -132,7 +132,7 @@ def bias_cut(entry: Entry) -> str:
 @pytest.mark.parametrize("name", grouped([*QUANTIZED]))
 def test_a_ranks_slices_mean_the_slice_of_what_the_source_means(name: str, conversions: Conversions) -> None:
     quantized = QUANTIZED[name]
-    source, whole = read_source(conversions.source(name)), stock_tensors(conversions.source(name))
+    source, whole = read_source(conversions.source(name)), reference_tensors(conversions.source(name))
     entries = {collapse_numbers(entry.name): entry for entry in quantized.entries()}.values()
     assert sum(quantized.method_of(entry) is not None for entry in entries) >= 3
     shared = [key for key in whole if key.endswith(("_shape", "_global_scale", "k_scale", "v_scale", "_scale_2"))]
@@ -214,7 +214,7 @@ def test_experts_are_cut_inside_a_group_where_vllm_can_halve_it_and_ranks_have_a
 ) -> None:
     quantized = Quantized(method, "qwen3_moe", {"D": 128, "H": 256, "M": 384})
     source = write_quantized(quantized, tmp_path / "source")
-    whole = stock_tensors(source)
+    whole = reference_tensors(source)
     down = [name for name in whole if re.search(r"\.experts\.\d+\.down_proj\.", name)]
     assert {name.rpartition(".")[2] for name in down} >= {"qweight", "scales", "qzeros"}
     for tp in (2, 4):  # 192 and 96 columns: groups of 64 and 32.
@@ -320,7 +320,7 @@ def test_with_expert_parallel_an_owner_has_all_tensors_of_its_experts_and_others
     """Engines take the greatest input scale of all experts (vLLM model_loader/ep_weight_filter.py)."""
     quantized, tp = QUANTIZED[name], 4
     assert fits(quantized, tp, owned=True)
-    source, whole = read_source(conversions.source(name)), stock_tensors(conversions.source(name))
+    source, whole = read_source(conversions.source(name)), reference_tensors(conversions.source(name))
     plan = plan_for(source, tp, expert_parallel=True)
     held = [held_by(rank, plan, source, whole) for rank in range(tp)]
     owner = owners(quantized.all_sizes()["E"], tp)

@@ -18,7 +18,7 @@ import torch
 from packaging.version import Version
 from safetensors.torch import load_file
 from support import prestarted
-from support.conversions import held_by, stock_tensors
+from support.conversions import held_by, reference_tensors
 from support.local_stores import read_source
 from support.models import Array, as_integers, save_pretrained
 from support.transformers_worker import as_in_memory
@@ -178,7 +178,7 @@ def test_each_rank_holds_the_shards_of_transformers(folder: Path, family: str, p
     tp = DEGREES[family]
     differences = (DIFFERENCES if plan is None else DIFFERENCES_BY_THEIR_PLAN).get(family, {})
     source = read_source(folder / "source" / family)
-    stored = stock_tensors(folder / "source" / family)
+    stored = reference_tensors(folder / "source" / family)
     whole, planned = as_in_memory(stored), plan_for(source, tp, plan)
     differing, num_cut = set(), 0
     for rank in range(tp):

@@ -22,7 +22,7 @@ from relayout.conversion.run import carry_out
 from relayout.errors import PlanError, RelayoutError
 from relayout.publish import bucket
 from relayout.publish.claim import CLAIM, Claim
-from relayout.publish.output import marked
+from relayout.publish.output import with_suffix
 from relayout.storage.stores import RequestError
 
 Files = dict[str, bytes]
@@ -621,8 +621,8 @@ def test_what_has_the_name_of_a_record_and_is_none_is_an_error_that_names_it(
 
 
 def test_marks_stand_before_the_extension() -> None:
-    assert marked("model-rank-0-part-0.safetensors", "0a1b") == "model-rank-0-part-0-0a1b.safetensors"
-    assert marked("relayout-rank-0-part-0.slices", "") == "relayout-rank-0-part-0.slices"
+    assert with_suffix("model-rank-0-part-0.safetensors", "0a1b") == "model-rank-0-part-0-0a1b.safetensors"
+    assert with_suffix("relayout-rank-0-part-0.slices", "") == "relayout-rank-0-part-0.slices"
 
 
 class Schedule:

@@ -34,7 +34,7 @@ from relayout.conversion.run import FileSink
 from relayout.errors import PlanError
 from relayout.publish import folder as local_staging
 from relayout.publish.folder import staging_part
-from relayout.publish.output import Work, check_space
+from relayout.publish.output import OutputSpec, check_space
 from relayout.storage.local import descriptors
 from relayout.storage.local import store as local_store
 from relayout.storage.local.descriptors import OpenFolder
@@ -744,7 +744,11 @@ def test_a_lock_that_has_replaced_that_of_a_writer_is_not_removed_by_it(tmp_path
 
 
 def test_units_of_other_work_outlive_a_commit_that_fails(tmp_path: Path) -> None:
-    out, ours, theirs = tmp_path / "out", Work(what="ours", fingerprint="1"), Work(what="theirs", fingerprint="2")
+    out, ours, theirs = (
+        tmp_path / "out",
+        OutputSpec(what="ours", fingerprint="1"),
+        OutputSpec(what="theirs", fingerprint="2"),
+    )
     for work in (ours, theirs):
         with staging_part(out, "marker", work, replace=False) as staging:
             staging.head("file", b"head", 4)

@@ -16,8 +16,8 @@ from support.loader_fixtures import MIB, mlp_model
 from support.patience import PATIENCE
 
 import relayout
-from relayout.cache.conversions import KeptConversion
-from relayout.engines.first_start import WantedConversion, first_start
+from relayout.cache.conversions import CachedConversion
+from relayout.engines.first_start import ConversionRequest, first_start
 from relayout.engines.rank_weights import EngineOptions
 
 pytestmark = pytest.mark.documents
@@ -118,7 +118,7 @@ def test_what_is_converted_in_advance_is_what_the_engine_looks_for(models: Path,
         code, said = ended(start(["relayout", *words], {}, tmp_path))
         assert code == 0, said
     options = EngineOptions(cache=cache)
-    wanted = WantedConversion(source, 4)
+    wanted = ConversionRequest(source, 4)
     found = first_start(wanted, options, "vLLM loads it itself", logging.getLogger("vllm.relayout"))
-    assert isinstance(found, KeptConversion)
+    assert isinstance(found, CachedConversion)
     assert not found.entry.was_filled

@@ -19,7 +19,7 @@ import pytest
 import torch
 import zstandard
 from support import format_example, golden
-from support.conversions import stock_tensors
+from support.conversions import reference_tensors
 from support.hub_models import MODELS
 from support.models import as_integers
 from support.patience import PATIENCE
@@ -145,7 +145,7 @@ def test_the_reader_in_the_format_document_follows_the_golden_root() -> None:
 def test_the_manifest_in_the_format_document_is_that_of_the_example() -> None:
     [text] = blocks(section(FORMAT, 3), "json")
     before, quoted, after = text.rpartition('"self_digest"')
-    assert quoted + after == f'"self_digest": "{format_example.proof(before.encode())}"\n}}\n'
+    assert quoted + after == f'"self_digest": "{format_example.blake3_hex(before.encode())}"\n}}\n'
     manifest = json.loads(text)
     del manifest["self_digest"]
     assert list(manifest.items()) == list(format_example.manifest().items())
@@ -184,7 +184,7 @@ def test_the_record_in_the_format_document_is_that_of_the_example() -> None:
 
 def test_the_digests_in_the_format_document_are_right() -> None:
     vectors = re.findall(r"of\s+nothing\s+`(\w+)`;\s+of\s+the\s+8\s+bytes\s+`relayout`\s+`(\w+)`", FORMAT)
-    hashes = format_example.digest, format_example.proof
+    hashes = format_example.digest, format_example.blake3_hex
     assert vectors == [(hashed(b""), hashed(b"relayout")) for hashed in hashes]
 
 
@@ -409,7 +409,9 @@ def test_the_ways_to_load_in_the_document_run(with_llama: Path, capsys: pytest.C
     path, rank = "llama-3.1-8b-tp8", 3
     parameters = {name: tensor.clone() for name, tensor in names["tensors"].items()}
     names |= {"path": path, "rank": rank, "parameters": parameters, "named_tensors": dict(parameters)}
-    names["model"] = {name: torch.zeros_like(tensor) for name, tensor in stock_tensors(Path("llama-3.1-8b")).items()}
+    names["model"] = {
+        name: torch.zeros_like(tensor) for name, tensor in reference_tensors(Path("llama-3.1-8b")).items()
+    }
     exec(ways.replace('"cuda:0"', '"cpu"'), names)
     assert names["tensors"].keys() == {name for name in parameters if ".layers.0." in name}
     printed = capsys.readouterr().out
@@ -429,7 +431,7 @@ torch.distributed.init_process_group("gloo", "file://" + __import__("os").path.a
 path = "llama-3.1-8b-tp8"
 """
     end = "print(sum(float(one.full_tensor().double().abs().sum()) for one in model.parameters()))"
-    whole = stock_tensors(Path("llama-3.1-8b"))
+    whole = reference_tensors(Path("llama-3.1-8b"))
     done = subprocess.run(
         [sys.executable, "-c", begin + example.replace('"cuda"', '"cpu"') + end],
         capture_output=True,

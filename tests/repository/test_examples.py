@@ -142,10 +142,10 @@ def test_processes_of_an_engine_of_ones_own_hold_their_ranks(folder: Path) -> No
 
 def test_every_example_is_run_here() -> None:
     named = {"transformers_single.py", "torch_dcp.py", "transformers_tp.py", "own_engine.py"}
-    by_their_laws = {"own_store.py", "own_backend.py"}  # In tests/testing.
+    by_conformance = {"own_store.py", "own_backend.py"}  # In tests/testing.
     by_their_hosts = {path.name.removeprefix("test_") for path in (ROOT / "tests" / "examples").glob("test_*.py")}
     assert len(by_their_hosts) == 4
-    assert {path.name for path in EXAMPLES.glob("*.py")} == named | by_their_laws | by_their_hosts
+    assert {path.name for path in EXAMPLES.glob("*.py")} == named | by_conformance | by_their_hosts
 
 
 def test_tied_embeddings_are_stored_once_and_found_in_both_places(tmp_path: Path) -> None:

@@ -26,8 +26,8 @@ WITH_TORCH = {
     "relayout.live.recording",
     "relayout.live.staging",
     "relayout.engines.unwritten",
-    "relayout.observe.sglang_stand_ins",
-    "relayout.observe.stand_ins",
+    "relayout.observe.sglang_stubs",
+    "relayout.observe.stubs",
     "relayout.observe.tracing",
 }
 """What defines a kind of tensor, or uses it throughout, and so needs torch at import time."""

@@ -15,18 +15,18 @@ from support.patience import PATIENCE
 
 import relayout
 from relayout.conversion.planning import ConvertOptions, CutOptions, PlanOptions
-from relayout.loader.sources.checkpoint import Asked, LoadOptions
-from relayout.train.save import SaveOptions, Saving
+from relayout.loader.sources.checkpoint import LoadOptions, LoadRequest
+from relayout.train.save import SaveOptions, SaveRequest
 
 ROOT = Path(__file__).parents[2]
 TAKEN: dict[str, tuple[Any, Any, Any]] = {
     "convert": (relayout.convert, ConvertOptions, PlanOptions),
     "plan_conversion": (relayout.plan_conversion, ConvertOptions, PlanOptions),
-    "save": (relayout.save, SaveOptions, Saving),
-    "save_pretrained": (relayout.transformers.save_pretrained, SaveOptions, Saving),
+    "save": (relayout.save, SaveOptions, SaveRequest),
+    "save_pretrained": (relayout.transformers.save_pretrained, SaveOptions, SaveRequest),
     "Publisher.__init__": (relayout.Publisher, CutOptions, PlanOptions),
-    "load": (relayout.load, LoadOptions, Asked),
-    "iter_load": (relayout.iter_load, LoadOptions, Asked),
+    "load": (relayout.load, LoadOptions, LoadRequest),
+    "iter_load": (relayout.iter_load, LoadOptions, LoadRequest),
 }
 """Functions that take options, the type of these, and the class that has their defaults."""
 GIVEN = {

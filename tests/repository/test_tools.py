@@ -203,7 +203,7 @@ esac
 
 @pytest.fixture
 def make_environment(tmp_path: Path) -> Callable[[], subprocess.CompletedProcess[str]]:
-    """Makes the environment of a checkout with a stand-in for venv and pip, which notes its calls in a file."""
+    """Makes the environment of a checkout with a stub for venv and pip, which notes its calls in a file."""
     (tmp_path / "tools").mkdir()
     for name in ("pyproject.toml", "tools/environment"):
         shutil.copy(ROOT / name, tmp_path / name)

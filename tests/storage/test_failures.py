@@ -17,7 +17,7 @@ from support.patience import in_time
 import relayout
 from relayout.core.workers import Workers
 from relayout.storage.cloud import connect, failures
-from relayout.storage.cloud.failures import Patience, request_error
+from relayout.storage.cloud.failures import RetryPolicy, request_error
 from relayout.storage.stores import RequestError, find_store
 from relayout.storage.web.http import _failure
 
@@ -139,7 +139,7 @@ def test_waiting_grows_and_ends(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(failures, "pause", pause)
     monkeypatch.setattr(failures.time, "monotonic", lambda: now[0])
     monkeypatch.setattr(failures, "_warned", float("-inf"))
-    patience = Patience()
+    patience = RetryPolicy()
 
     def wait_on() -> None:
         while True:
@@ -157,7 +157,7 @@ def test_waiting_grows_and_ends(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_what_another_request_would_not_change_is_not_waited_for(monkeypatch: pytest.MonkeyPatch, text: str) -> None:
     monkeypatch.setattr(connect, "RETRY_SECONDS", 90.0)
     with pytest.raises(RequestError):
-        Patience().wait(request_error(text, "s3://models/x"))
+        RetryPolicy().wait(request_error(text, "s3://models/x"))
 
 
 def test_when_another_worker_fails_nobody_waits_on(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -168,7 +168,7 @@ def test_when_another_worker_fails_nobody_waits_on(monkeypatch: pytest.MonkeyPat
     def work(_: None, item: int) -> int:
         if item == 0:
             waits.set()
-            Patience().wait(failing())
+            RetryPolicy().wait(failing())
         waits.wait()
         raise KeyError(item)
 

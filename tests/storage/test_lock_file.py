@@ -22,7 +22,7 @@ from support.patience import PATIENCE
 from relayout.cache.folder import Cache
 from relayout.errors import PlanError
 from relayout.storage.local import descriptors
-from relayout.storage.local.descriptors import HeldLock, Waiting, locked_file, open_ours, take_lock
+from relayout.storage.local.descriptors import FileLock, LockWait, locked_file, open_ours, take_lock
 
 ENTRY = "a" * 32
 
@@ -75,7 +75,7 @@ def held(folder: Path) -> dict[str, bool]:
 
 
 def is_free(path: Path) -> bool:
-    with HeldLock(open_ours(path)) as lock:
+    with FileLock(open_ours(path)) as lock:
         return lock.try_lock()
 
 
@@ -98,7 +98,7 @@ def test_a_fork_neither_keeps_what_its_parent_holds_nor_gives_it_back(tmp_path: 
 
 def test_copies_that_were_made_without_our_knowledge_are_unlocked_too(tmp_path: Path) -> None:
     """As of a library that forks."""
-    with HeldLock(open_ours(tmp_path / "lock", os.O_CREAT)) as lock:
+    with FileLock(open_ours(tmp_path / "lock", os.O_CREAT)) as lock:
         assert lock.try_lock()
         copy = os.dup(lock.fd)
     assert is_free(tmp_path / "lock")
@@ -106,9 +106,9 @@ def test_copies_that_were_made_without_our_knowledge_are_unlocked_too(tmp_path: 
 
 
 def test_a_lock_that_two_threads_close_is_closed_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    lock = HeldLock(open_ours(tmp_path / "lock", os.O_CREAT))
+    lock = FileLock(open_ours(tmp_path / "lock", os.O_CREAT))
     assert lock.try_lock()
-    lock.say("testing")
+    lock.write_holder("testing")
     true = os.ftruncate
 
     def meanwhile(fd: int, length: int) -> None:
@@ -152,7 +152,7 @@ def test_a_wait_names_who_holds_the_lock_and_ends_when_nothing_moves(
 @pytest.mark.usefixtures("quick")
 def test_a_wait_goes_on_as_long_as_the_work_does() -> None:
     counter = itertools.count()
-    waiting = Waiting(Path("lock"), growth=lambda: min(next(counter), 20))
+    waiting = LockWait(Path("lock"), growth=lambda: min(next(counter), 20))
     begun = time.monotonic()
     with pytest.raises(TimeoutError):
         any(waiting.pause() for _ in iter(int, 1))
@@ -216,12 +216,12 @@ def test_nothing_is_written_to_a_lock_file_that_is_more_than_a_lock(tmp_path: Pa
         (tmp_path / "lock").hardlink_to(theirs)
     else:
         theirs.rename(tmp_path / "lock")
-    is_plain = not is_linked and kind in ("a note", "nothing")
+    is_lock_file = not is_linked and kind in ("a note", "nothing")
     with locked_file(tmp_path / "lock", what="digging"):
         assert take_lock(tmp_path / "lock") is None
         now = (tmp_path / "lock").read_bytes()
-        assert now.startswith(f"process {os.getpid()}, digging".encode()) if is_plain else now == THEIRS[kind]
-    assert (tmp_path / "lock").read_bytes() == (b"" if is_plain else THEIRS[kind])
+        assert now.startswith(f"process {os.getpid()}, digging".encode()) if is_lock_file else now == THEIRS[kind]
+    assert (tmp_path / "lock").read_bytes() == (b"" if is_lock_file else THEIRS[kind])
 
 
 @pytest.mark.parametrize(
@@ -230,10 +230,10 @@ def test_nothing_is_written_to_a_lock_file_that_is_more_than_a_lock(tmp_path: Pa
     ids=["long", "long in bytes", "two lines", "no character"],
 )
 def test_whatever_a_holder_says_is_a_note_and_no_obstacle_for_the_next(tmp_path: Path, what: str) -> None:
-    with HeldLock(open_ours(tmp_path / "lock", os.O_CREAT)) as lock:
+    with FileLock(open_ours(tmp_path / "lock", os.O_CREAT)) as lock:
         assert lock.try_lock()
-        lock.say(what)
-        assert lock.is_plain
+        lock.write_holder(what)
+        assert lock.is_lock_file
         assert descriptors.holder_in(tmp_path / "lock").startswith(f"process {os.getpid()}, ")
 
 

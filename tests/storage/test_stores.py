@@ -16,10 +16,10 @@ from hypothesis import strategies as st
 from support.store_contract import KINDS, MARKER, OLDER, SOME, WRITABLE, Ground, content, ground, staged
 
 from relayout.checkpoint.folder import explain_missing
-from relayout.core.digests import digest_hex
+from relayout.core.digests import xxh3_hex
 from relayout.errors import FormatError, PlanError
 from relayout.publish.claim import Prefix, Sent, bare
-from relayout.publish.output import LocalOutput, Output, Work
+from relayout.publish.output import LocalOutput, Output, OutputSpec
 from relayout.publish.publishers import StoreDestination
 from relayout.storage.cloud.store import CloudStore, WritableClient
 from relayout.storage.local.store import LocalStore
@@ -468,16 +468,16 @@ def test_a_file_is_uploaded_whole_and_its_version_is_that_of_listings(
     listed = {name: bare(found) for name, found in output.objects().items()}
     assert listed["large"] in map(bare, version.values())
     assert content(output.store, "large") == blob
-    assert output.proves("large", Sent(nbytes, "", digest_hex(blob[:3]), min(3, nbytes)))
-    assert not output.proves("large", Sent(nbytes + 1, "", digest_hex(blob[:3]), min(3, nbytes)))
-    assert not output.proves("large", Sent(nbytes, "", digest_hex(b"other"), min(3, nbytes)))
-    assert not output.proves("missing", Sent(0, "", digest_hex(b""), 0))
+    assert output.is_stored("large", Sent(nbytes, "", xxh3_hex(blob[:3]), min(3, nbytes)))
+    assert not output.is_stored("large", Sent(nbytes + 1, "", xxh3_hex(blob[:3]), min(3, nbytes)))
+    assert not output.is_stored("large", Sent(nbytes, "", xxh3_hex(b"other"), min(3, nbytes)))
+    assert not output.is_stored("missing", Sent(0, "", xxh3_hex(b""), 0))
 
 
 # Parts by several processes.
 
 
-def add(store: Store, work: Work, part: str, **files: bytes) -> None:
+def add(store: Store, work: OutputSpec, part: str, **files: bytes) -> None:
     """A part of these files."""
     with StoreDestination(store, OLDER).begin_part(work) as output:
         write(output, **files)

@@ -45,6 +45,6 @@ class Target:
         with nothing_left_behind():
             check_fill(self.backend, self.stored, self.contents, pieces, is_wrapped=self.kind != "arena", **options)
             assert self.lanes.in_flight == 0
-            self.cufile.assert_given_back()
+            self.cufile.assert_restored()
         assert self.lanes.pinned <= options.get("budget", SMALL).memory
         self.lanes.forget()

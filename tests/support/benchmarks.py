@@ -6,7 +6,7 @@ from typing import Any
 
 from relayout.benchmark import machine
 from relayout.benchmark.loaders import LOADERS
-from relayout.benchmark.verdict import Measured, RankLoads, Timing
+from relayout.benchmark.verdict import Measurement, RankLoads, Timing
 
 
 def timing(name: str, seconds: list[float], **more: Any) -> Timing:
@@ -19,7 +19,7 @@ def timing(name: str, seconds: list[float], **more: Any) -> Timing:
         "other_load": 0.0,
         "digests": ("a",),
     }
-    runs = tuple(Measured(seconds=one, **(values | more)) for one in seconds)
+    runs = tuple(Measurement(seconds=one, **(values | more)) for one in seconds)
     return Timing(name, loader.title, loader.family, runs, None)
 
 

@@ -150,7 +150,7 @@ def assert_same(found: Mapping[str, torch.Tensor], expected: Mapping[str, torch.
         assert same, (where, name)
 
 
-def stock_tensors(folder: Path) -> Tensors:
+def reference_tensors(folder: Path) -> Tensors:
     """Every tensor of a source, by the stock reader."""
     tensors = {}
     for file in sorted(folder.glob("*.safetensors")):

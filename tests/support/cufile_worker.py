@@ -23,7 +23,7 @@ READ = {"cufile": 0, "registered": 0}
 """Bytes that cuFile has read, and the number of arenas that it has pinned."""
 
 
-class Counted(cufile.Bindings):
+class LoadCounter(cufile.Bindings):
     """The real functions, counted."""
 
     def read(self, file: Any, target: torch.Tensor, offset: int, base: int) -> int:
@@ -39,7 +39,7 @@ class Counted(cufile.Bindings):
 def main() -> None:
     source, machine, out = map(Path, sys.argv[1:4])
     cufile.KERNEL_MODULES, cufile.UDEV = machine / "proc/modules", machine / "run/udev/data"
-    cufile.Bindings = Counted  # type: ignore[misc]
+    cufile.Bindings = LoadCounter  # type: ignore[misc]
     torch.cuda.is_available = lambda: True
     with Lanes() as lanes:
         cuda._lanes_of = lambda device: lanes.make  # type: ignore[assignment, return-value]

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 import torch
-from support.conversions import stock_tensors
+from support.conversions import reference_tensors
 from support.fake_vllm import Model, Tensors
 
 from relayout.errors import PlanError
@@ -18,7 +18,7 @@ PLACES = [[[0, 1, 2, 3, 4, 5, 6, 7, 0, 1, 2, 3]] * 2, [[7, 6, 5, 4, 3, 2, 1, 0]]
 
 def assert_placed_experts_are_read(engine: Any, folders: Path, places: list[list[int]]) -> None:
     """Each of two ranks holds the experts of its slots, and a folder with two owners has others in its blocks."""
-    whole = stock_tensors(folders / "moe")
+    whole = reference_tensors(folders / "moe")
     engine.own_experts()
     engine.places = places
     per_rank = len(places[0]) // 2

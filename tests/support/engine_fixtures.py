@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 from support import fake_sglang, fake_tokenspeed, fake_vllm
 from support.checkpoints import write_family
-from support.conversions import stock_tensors
+from support.conversions import reference_tensors
 from support.fake_sglang import AnyEngine
 from support.fake_vllm import Tensors
 from support.families import FAMILIES
@@ -89,4 +89,4 @@ def folders(llama: Path, qwen2: Path, tmp_path_factory: pytest.TempPathFactory) 
 @pytest.fixture(scope="session")
 def whole(folders: Path) -> Tensors:
     """The tensors of the llama."""
-    return stock_tensors(folders / "llama")
+    return reference_tensors(folders / "llama")

@@ -230,7 +230,7 @@ class FakeCuFile:
         self.handles.append(handle)
         return handle
 
-    def assert_given_back(self) -> None:
+    def assert_restored(self) -> None:
         """Nothing is open or registered any more."""
         assert self.registered == {}
         assert self.handles == []

@@ -165,11 +165,11 @@ def process(layer: torch.nn.Module, noted: Info) -> None:
     layer.process()  # type: ignore[operator]
     for name, one in (noted.kernel or {}).items():
         one.data.copy_(layer._parameters[name])
-    _place(layer, noted)
+    _location(layer, noted)
     noted.reset()
 
 
-def _place(layer: torch.nn.Module, noted: Info) -> None:
+def _location(layer: torch.nn.Module, noted: Info) -> None:
     layer._parameters.clear()
     layer._parameters.update(noted.kernel or {})
 
@@ -182,7 +182,7 @@ def finalize(chosen: Any, model_config: object) -> None:
         if noted.load_numel and not getattr(layer, "is_attention", False):
             process(layer, noted)
         else:
-            _place(layer, noted)
+            _location(layer, noted)
             noted.reset()
     for layer in chosen.modules():
         getattr(layer, "process_weights_after_loading", lambda: None)()

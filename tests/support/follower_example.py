@@ -23,7 +23,7 @@ OF_DIGESTS = {"tensors_digest", "header_digest", "chunks_digest", "digests_diges
 Top = dict[str, Any]
 
 
-def proof(blob: bytes | bytearray) -> str:
+def blake3_hex(blob: bytes | bytearray) -> str:
     return blake3(blob).hexdigest()
 
 
@@ -36,7 +36,7 @@ def sealed(blob: bytes, **expected: object) -> Top:
     """What is in the JSON of an index or a manifest, which has these fields and is its own proof."""
     top: Top = json.loads(blob)
     check(all(top[name] == value for name, value in expected.items()) and list(top)[-1] == "self_digest")
-    check(top["self_digest"] == proof(blob[: blob.rindex(b'"self_digest"')]))
+    check(top["self_digest"] == blake3_hex(blob[: blob.rindex(b'"self_digest"')]))
     return top
 
 
@@ -101,7 +101,7 @@ class Follower:
     def change(self, delta: Path) -> None:
         manifest = sealed((delta / "relayout.json").read_bytes(), relayout=1, requires=["delta"], encoding=1)
         blob = expanded((delta / "new/relayout.json.zst").read_bytes())
-        check((manifest["base"], manifest["makes"]) == (self.content, proof(blob)))
+        check((manifest["base"], manifest["makes"]) == (self.content, blake3_hex(blob)))
         new = sealed(blob, relayout=1, requires=[])
         check(layout_of(new) == layout_of(self.manifest))
         numbers = [entry["file"] for entry in manifest["files"]]
@@ -117,18 +117,18 @@ class Follower:
         target, starts = self.files[file["name"]], starts_of(file, chunk_nbytes)
         check(entry["num_pieces"] > 0 and len(blob) == entry["nbytes"])
         index, place, before = blob[len(blob) - 80 * entry["num_pieces"] :], 0, -1
-        check(proof(index) == entry["index_digest"])
+        check(blake3_hex(index) == entry["index_digest"])
         for at in range(0, len(index), 80):
             piece, nbytes = number(index, at), number(index, at + 8)
             check(before < piece < len(starts))
             start, end = starts[piece], [*starts[1:], file["nbytes"]][piece]
             check(0 < nbytes <= 32 * (end - start) + 256)
             stored, place, before = blob[place : place + nbytes], place + nbytes, piece
-            check(proof(stored) == index[at + 16 : at + 48].hex())
+            check(blake3_hex(stored) == index[at + 16 : at + 48].hex())
             xor = np.frombuffer(self.decoded(stored), np.uint8)
             check(len(xor) == end - start)
             target[start:end] = (np.frombuffer(target, np.uint8, len(xor), start) ^ xor).tobytes()
-            check(proof(target[start:end]) == index[at + 48 : at + 80].hex())
+            check(blake3_hex(target[start:end]) == index[at + 48 : at + 80].hex())
             if piece:
                 self.chunks[file["name"]][32 * (piece - 1) : 32 * piece] = index[at + 48 : at + 80]
         check(place + len(index) == len(blob))
@@ -139,7 +139,7 @@ class Follower:
         position = holders.index(new["ranks"][self.rank])
         start, nbytes = 24 * sum(part["count"] for part in parts[:position]), 24 * parts[position]["count"]
         rows = (delta / "relayout.digests.delta").read_bytes()[start : start + nbytes] if nbytes else b""
-        check(proof(rows) == parts[position]["digest"])
+        check(blake3_hex(rows) == parts[position]["digest"])
         before = -1
         for at in range(0, nbytes, 24):
             row = number(rows, at)
@@ -153,13 +153,13 @@ class Follower:
             file = manifest["files"][one]
             held, starts = self.files[file["name"]], starts_of(file, manifest["chunk_nbytes"])[1:]
             part = self.chunks[file["name"]]
-            check(proof(part) == file["chunks_digest"] and len(held) == file["nbytes"])
-            check(proof(held[: file["data_start"]]) == file["header_digest"])
+            check(blake3_hex(part) == file["chunks_digest"] and len(held) == file["nbytes"])
+            check(blake3_hex(held[: file["data_start"]]) == file["header_digest"])
             chunks = [held[start : start + manifest["chunk_nbytes"]] for start in starts]
-            check(b"".join(bytes.fromhex(proof(chunk)) for chunk in chunks) == part)
+            check(b"".join(bytes.fromhex(blake3_hex(chunk)) for chunk in chunks) == part)
             found += digests_in(held, file["data_start"])
-        check(found == self.digests and proof(found) == manifest["ranks"][self.rank]["digests_digest"])
-        self.manifest, self.content = manifest, proof(blob)
+        check(found == self.digests and blake3_hex(found) == manifest["ranks"][self.rank]["digests_digest"])
+        self.manifest, self.content = manifest, blake3_hex(blob)
 
 
 def starts_of(file: Top, chunk_nbytes: int) -> list[int]:

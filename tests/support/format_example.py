@@ -48,7 +48,7 @@ def digest(blob: bytes) -> str:
     return xxhash.xxh3_128(blob).hexdigest()
 
 
-def proof(blob: bytes) -> str:
+def blake3_hex(blob: bytes) -> str:
     return blake3(blob).hexdigest()
 
 
@@ -164,7 +164,7 @@ def record() -> dict[str, Any]:
         "side_files": {
             "name": ["config.json"],
             "nbytes": [len(CONFIG)],
-            "digest": [proof(CONFIG.encode())],
+            "digest": [blake3_hex(CONFIG.encode())],
             "mode": [0o644],
         },
         "cuts": [[{}, {}], list(QKV)],
@@ -197,15 +197,15 @@ def manifest() -> dict[str, Any]:
                 "nbytes": len(before) + len(data),
                 "data_start": len(before),
                 "tensors_digest": digest(compact(content_rows(rank)).encode()),
-                "header_digest": proof(before),
-                "chunks_digest": proof(chunks(rank)),
+                "header_digest": blake3_hex(before),
+                "chunks_digest": blake3_hex(chunks(rank)),
             }
         )
         ranks.append(
             {
                 "table": f"relayout.rank-{rank}.json.zst",
-                "table_digest": proof(frame(compact(table(rank)))),
-                "digests_digest": proof(digests(rank)),
+                "table_digest": blake3_hex(frame(compact(table(rank)))),
+                "digests_digest": blake3_hex(digests(rank)),
                 "num_tensors": 4,
                 "nbytes": 284,
                 "files": [rank],
@@ -229,12 +229,12 @@ def manifest() -> dict[str, Any]:
         "alignment": ALIGNMENT,
         "dcp": False,
         "source": {
-            "record_digest": proof(frame(compact(record()))),
-            "digests_digest": proof(source_digests()),
+            "record_digest": blake3_hex(frame(compact(record()))),
+            "digests_digest": blake3_hex(source_digests()),
             "num_tensors": 4,
             "nbytes": 540,
         },
-        "hub_index_digest": proof(hub_index()),
+        "hub_index_digest": blake3_hex(hub_index()),
         "chunk_nbytes": CHUNK_NBYTES,
         "files": files,
         "ranks": ranks,

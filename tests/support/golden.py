@@ -21,8 +21,8 @@ from safetensors.numpy import save_file
 from support.signing import make_keys
 
 import relayout
-from relayout.format.steps import step_name
-from relayout.train.root import Root
+from relayout.format.steps_index import step_name
+from relayout.train.repository import StepRepository
 
 FOLDER = Path(__file__).parents[1] / "format" / "golden"
 SOURCE, PLAN, LIST = FOLDER / "source", FOLDER / "plan.toml", FOLDER / "golden.json"
@@ -164,7 +164,7 @@ def publish_trained(root: Path, work: Path) -> None:
         if step == 5:
             (config / "config.json").write_text(CONFIG.replace("golden", "trained"))
         publisher.publish({name: torch.from_numpy(array) for name, array in trained_arrays(step).items()}, step)
-    index = Root.at(root).move(lambda index: index.announced([step_name("delta", 9, "0badcafe")], 1, 600))
+    index = StepRepository.at(root).move(lambda index: index.announced([step_name("delta", 9, "0badcafe")], 1, 600))
     for one in index.retired:  # As a publisher that was killed while it deleted leaves them.
         shutil.rmtree(root / one.name)
     (root / ".steps.json.relayout-lock").unlink()  # Of writers only.

@@ -1,4 +1,4 @@
-"""A stand-in engine that was started on a folder, as far as its live weights are concerned."""
+"""A stub engine that was started on a folder, as far as its live weights are concerned."""
 
 from __future__ import annotations
 
@@ -19,8 +19,8 @@ def engine_rank(rank: int, tp: int, device: str) -> EngineRank:
     """A rank of an engine that takes all tensors, and has nothing of its own."""
     nothing: Any = lambda name: False  # noqa: E731
     return EngineRank(
-        name="stand-in",
-        logger=logging.getLogger("stand-in"),
+        name="stub",
+        logger=logging.getLogger("stub"),
         rank=rank,
         num_ranks=tp,
         owns_experts=False,

@@ -78,7 +78,7 @@ def fake_device(
                 with suppress(FileNotFoundError):
                     cache_in_part(path)
             # As `offer_gds` has it.
-            is_shown = not any(file.is_proven for file in options.proving(files))
+            is_shown = not any(file.is_verified for file in options.proving(files))
             return DeviceBackend("cpu", lanes.make, cufile if is_shown else None)
 
         monkeypatch.setattr(DeviceBackend, "max_buffer_nbytes", 8 * MIB)
@@ -86,7 +86,7 @@ def fake_device(
         yield "auto"
         assert (lanes.in_flight, lanes.held) == (0, 0)
         if cufile is not None:
-            cufile.assert_given_back()
+            cufile.assert_restored()
 
 
 def write_model(folder: Path, sizes: Mapping[str, tuple[torch.dtype, tuple[int, ...]]], seed: int = 0) -> Path:

@@ -14,7 +14,7 @@ from relayout.format.index import Manifest, RankTable
 from relayout.format.source_record import SourceRecord
 from relayout.loader.sources.rank import StoredFile
 from relayout.publish import folder
-from relayout.publish.output import LocalOutput, Work
+from relayout.publish.output import LocalOutput, OutputSpec
 from relayout.publish.publishers import StoreDestination
 from relayout.storage import reading
 from relayout.storage.local.store import LocalStore
@@ -47,7 +47,7 @@ def hashed_file(path: Path, nbytes: int, extents: Sequence[Extent]) -> reading.H
 
 
 def staging_folder(place: Path) -> AbstractContextManager[LocalOutput]:
-    return folder.staging_folder(place, Work(what="a test", fingerprint="of-a-test"))
+    return folder.staging_folder(place, OutputSpec(what="a test", fingerprint="of-a-test"))
 
 
 def check_output(given: Path, place: Path, *, force: bool) -> None:

@@ -1,7 +1,7 @@
 """A small `kubectl`: each pod is a process with its own mounts, network and process ids, on a node of its own.
 
 It does what docs/guides/FLEET.md asks of Kubernetes: jobs, deployments, init containers that are started again until
-they succeed, readiness, logs, exec, scale. Images are what is installed here: `relayout`, and for `vllm` a stand-in,
+they succeed, readiness, logs, exec, scale. Images are what is installed here: `relayout`, and for `vllm` a stub,
 which loads all ranks as the plugin does and has /health and /metrics. Takes a superuser of Linux.
 
     PODS=FOLDER python -m support.pods apply -k FOLDER

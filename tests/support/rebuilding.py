@@ -16,7 +16,7 @@ from support.local_stores import read_manifest, read_table
 from support.models import read_tensors
 
 from relayout.checkpoint.converted import read_source_digests
-from relayout.core.digests import pack_digests, proof_hex
+from relayout.core.digests import blake3_hex, pack_digests
 from relayout.core.slices import Slice
 from relayout.errors import FormatError
 from relayout.format.manifest import SOURCE_RECORD_NAME, compress, decompress, dump_manifest
@@ -90,13 +90,13 @@ def rebuild(
             assert len(header) == len(found)
             stream.seek(0)
             stream.write(header)
-        files.append(replace(file, header_digest=proof_hex(header)))
+        files.append(replace(file, header_digest=blake3_hex(header)))
     digests = read_source_digests(LocalStore(folder), manifest)
     change_digests(digests)
     packed, part = (folder / "relayout.digests").read_bytes(), pack_digests(digests)
     (folder / "relayout.digests").write_bytes(packed[: len(packed) - len(part)] + part)
-    manifest = replace(manifest, source_digests_digest=proof_hex(part))
-    changed = replace(manifest, record_digest=proof_hex(stored), files=tuple(files))
+    manifest = replace(manifest, source_digests_digest=blake3_hex(part))
+    changed = replace(manifest, record_digest=blake3_hex(stored), files=tuple(files))
     with suppress(FormatError):  # What is no record names no conversion.
         found = parse_record(text, manifest.num_ranks, "here")
         changed = replace(changed, conversion=conversion_digest(found, digests))
@@ -110,7 +110,7 @@ def edit_manifest(folder: Path, change: Callable[[dict[str, Any]], object]) -> N
     change(top)
     del top["self_digest"]
     before = json.dumps(top, indent=1).removesuffix("\n}").encode() + b", "
-    path.write_bytes(before + f'"self_digest": "{proof_hex(before)}"}}'.encode())
+    path.write_bytes(before + f'"self_digest": "{blake3_hex(before)}"}}'.encode())
 
 
 def edit_table(folder: Path, change: Callable[[dict[str, Any]], object], rank: int = 1) -> None:
@@ -120,5 +120,5 @@ def edit_table(folder: Path, change: Callable[[dict[str, Any]], object], rank: i
     change(top)
     stored = zstandard.ZstdCompressor().compress(json.dumps(top).encode())
     path.write_bytes(stored)
-    signed = {"table_digest": proof_hex(stored)}
+    signed = {"table_digest": blake3_hex(stored)}
     edit_manifest(folder, lambda manifest: manifest["ranks"][rank].update(signed))

@@ -36,7 +36,7 @@ def main() -> None:
 def _replica(folder: Path, number: int) -> None:
     import pytest
     import torch.distributed as dist
-    from support.conversions import stock_tensors
+    from support.conversions import reference_tensors
     from support.fake_vllm import Model, install, logged, model_config
 
     join(folder, number, NUM_REPLICAS)
@@ -44,7 +44,7 @@ def _replica(folder: Path, number: int) -> None:
     engine.replicas = dist.group.WORLD
     engine.parallel.data_parallel_size = NUM_REPLICAS
     log = logged()
-    whole = stock_tensors(folder / "moe")
+    whole = reference_tensors(folder / "moe")
     mine, seen = shelf("replicas"), dict[str, Any]()
 
     class Failing(Model):

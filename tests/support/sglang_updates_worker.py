@@ -1,4 +1,4 @@
-"""Two ranks of a stand-in of SGLang whose weights are updated, case after case, and what each of them saw.
+"""Two ranks of a stub of SGLang whose weights are updated, case after case, and what each of them saw.
 
 `main` with `FOLDER` in sys.argv: it has what `steps` of tests/live/test_sglang_updates.py makes. Each process writes
 FOLDER/rank-N.json. With `live` behind it, what changes goes where it lies; of rank 1 only, with `live in part`.
@@ -30,7 +30,7 @@ def _rank(folder: Path, rank: int) -> None:
     import torch
     import torch.distributed as dist
     from support.bits import flip
-    from support.conversions import stock_tensors
+    from support.conversions import reference_tensors
     from support.fake_sglang import install
     from support.fake_vllm import Model
 
@@ -39,7 +39,7 @@ def _rank(folder: Path, rank: int) -> None:
     join(folder, rank, TP)
     engine = install(pytest.MonkeyPatch())
     engine.parallel.tp_group = SimpleNamespace(world_size=TP, cpu_group=dist.group.WORLD)
-    wholes = {name: stock_tensors(folder / name) for name in ("model-0", "model-1", "model-2")}
+    wholes = {name: reference_tensors(folder / name) for name in ("model-0", "model-1", "model-2")}
     is_live = sys.argv[2:] == ["live"] or (sys.argv[2:] == ["live in part"] and rank == 1)
     engine.options = {"live": is_live}
     model = Model(wholes["model-0"], rank, TP, in_parameters=is_live)

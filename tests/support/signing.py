@@ -62,7 +62,7 @@ def write_states(source: Path, root: Path, keys: Keys) -> None:
     (root / "another config" / "config.json").write_text("{}")
 
 
-def stock_accepts(folder: Path, keys: Keys) -> bool:
+def reference_accepts(folder: Path, keys: Keys) -> bool:
     """Whether the package, which hashes all files of a folder itself, accepts the folder."""
     from model_signing.verifying import Config
 

@@ -13,7 +13,7 @@ import pytest
 from support import hub_server, oci_server, s3_server, toy_store
 
 from relayout.errors import FormatError
-from relayout.publish.output import Output, Replaceable, Work
+from relayout.publish.output import Output, OutputKind, OutputSpec
 from relayout.publish.publishers import StoreDestination
 from relayout.storage.cloud.bucket import BucketClient
 from relayout.storage.cloud.store import CloudStore
@@ -32,7 +32,7 @@ def _names_in_marker(store: Store) -> frozenset[str]:
     return frozenset([MARKER, *others])
 
 
-OLDER = Replaceable(MARKER, lambda store: f"{len(_names_in_marker(store))} files", _names_in_marker)
+OLDER = OutputKind(MARKER, lambda store: f"{len(_names_in_marker(store))} files", _names_in_marker)
 
 
 @dataclass(frozen=True)
@@ -196,7 +196,7 @@ def ground(name: str, folder: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator
     KINDS[name].clear(folder)
 
 
-SOME = Work(
+SOME = OutputSpec(
     what="a test",
     fingerprint="of-a-test",
     weights=["weights.bin"],
@@ -205,7 +205,7 @@ SOME = Work(
 
 
 @contextmanager
-def staged(store: Store, work: Work = SOME, *, replace: bool = False, gathers: bool = False) -> Iterator[Output]:
+def staged(store: Store, work: OutputSpec = SOME, *, replace: bool = False, gathers: bool = False) -> Iterator[Output]:
     with StoreDestination(store, OLDER, replace).begin(work, gathers=gathers) as output:
         yield output
 

@@ -57,14 +57,14 @@ def _worker(folder: Path, rank: int) -> None:
     import pytest
     import torch
     import torch.distributed as dist
-    from support.conversions import stock_tensors
+    from support.conversions import reference_tensors
     from support.fake_vllm import LoadConfig, Model, TransferWorker, install, logged
 
     join(folder, rank, TP)
     engine = install(pytest.MonkeyPatch())
     engine.workers = dist.group.WORLD
     errors = logged(logging.ERROR)
-    wholes = {name: stock_tensors(folder / name) for name in ("model-0", "model-1", "model-2")}
+    wholes = {name: reference_tensors(folder / name) for name in ("model-0", "model-1", "model-2")}
     seen: dict[str, Any] = {}
 
     def started(*, in_parameters: bool = True, load_format: str = "auto") -> TransferWorker:

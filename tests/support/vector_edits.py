@@ -14,7 +14,7 @@ An edit names a `file` of the checkpoint, there or not (a plan begins as base/pl
 POINTER is a JSON pointer (RFC 6901). CONTENT is text, or a list of texts and of these: `{ hex = "..." }`,
 `{ repeat = [CONTENT, times] }`, `{ file = NAME }`, a file of the bases as it is stored (of the plain one or the
 converted one, or BASE/NAME), `{ text = NAME }`, what is compressed in one, `{ field = POINTER, of = NAME }`, a field of
-one, `{ bytes = [START, END], of = NAME }`, some bytes of one, `{ proof = CONTENT }`, a proof in JSON, and
+one, `{ bytes = [START, END], of = NAME }`, some bytes of one, `{ blake3 = CONTENT }`, a BLAKE3 digest in JSON, and
 `{ encoding = "utf-16-le", of = CONTENT }`. A file *.zst is edited as the text in it and compressed anew, but for edits
 with `stored = true`.
 
@@ -170,7 +170,7 @@ def content(what: Any) -> bytes:
             return json.dumps(_field(json.loads(content({"text": name})), _parts(pointer))).encode()
         case {"bytes": [start, end], "of": name}:
             return _of_a_base(name)[start:end]
-        case {"proof": what}:
+        case {"blake3": what}:
             return json.dumps(blake3(content(what)).hexdigest()).encode()
         case {"encoding": encoding, "of": text}:
             return content(text).decode().encode(encoding)

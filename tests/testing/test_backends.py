@@ -15,11 +15,11 @@ from support.loader_fixtures import HOST
 
 from relayout.loader.backends.base import Backend, Options
 from relayout.loader.requests import Request
-from relayout.testing import LawBroken
-from relayout.testing.backends import BackendLaws, write_files
+from relayout.testing import ConformanceError
+from relayout.testing.backends import BackendConformance, write_files
 
 
-class TestBackends(BackendLaws):
+class TestBackends(BackendConformance):
     """Those of the package that fill memory of the host."""
 
     @pytest.fixture(params=HOST)
@@ -27,7 +27,7 @@ class TestBackends(BackendLaws):
         return Options(backend=request.param).backend_for([])
 
 
-class TestOwnBackend(BackendLaws):
+class TestOwnBackend(BackendConformance):
     """The example."""
 
     @pytest.fixture
@@ -70,6 +70,8 @@ def test_who_breaks_a_law_is_told_which(
     paths = write_files(tmp_path)
     contents = [np.fromfile(path, np.uint8) for path in paths]
     break_it(monkeypatch)
-    law = re.compile(f"this law does not hold: A job brings the bytes of each read .*{WRONG[break_it]}", re.DOTALL)
-    with pytest.raises(LawBroken, match=law):
-        BackendLaws().test_bytes_arrive_where_they_belong(ToyBackend(), paths, contents, "odd offsets", False)
+    requirement = re.compile(
+        f"this law does not hold: A job brings the bytes of each read .*{WRONG[break_it]}", re.DOTALL
+    )
+    with pytest.raises(ConformanceError, match=requirement):
+        BackendConformance().test_bytes_arrive_where_they_belong(ToyBackend(), paths, contents, "odd offsets", False)

@@ -14,30 +14,30 @@ from support.store_contract import KINDS, WRITABLE, ground
 from relayout.errors import FormatError
 from relayout.storage.cloud.store import CloudStore
 from relayout.storage.stores import Store
-from relayout.testing import LawBroken
-from relayout.testing.stores import BucketLaws, StoreLaws, StorePlace
+from relayout.testing import ConformanceError
+from relayout.testing.stores import BucketConformance, StoreConformance, StoreLocation
 
 
-class TestStores(StoreLaws):
+class TestStores(StoreConformance):
     """Those of the package, and the one that tests use."""
 
     @pytest.fixture(params=KINDS)
-    def place(
+    def location(
         self, request: pytest.FixtureRequest, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-    ) -> Iterator[StorePlace]:
+    ) -> Iterator[StoreLocation]:
         with ground(request.param, tmp_path, monkeypatch) as found:
-            yield StorePlace(found.root, found.kind.write, is_listed=found.kind.is_listed)
+            yield StoreLocation(found.root, found.kind.write, is_listed=found.kind.is_listed)
 
 
-class TestBuckets(BucketLaws):
+class TestBuckets(BucketConformance):
     """Those to which outputs are published."""
 
     @pytest.fixture(params=[name for name in WRITABLE if name != "local"])
-    def place(
+    def location(
         self, request: pytest.FixtureRequest, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-    ) -> Iterator[StorePlace]:
+    ) -> Iterator[StoreLocation]:
         with ground(request.param, tmp_path, monkeypatch) as found:
-            yield StorePlace(found.root, found.kind.write)
+            yield StoreLocation(found.root, found.kind.write)
 
 
 def write(store: Store, name: str, content: bytes) -> None:
@@ -46,12 +46,12 @@ def write(store: Store, name: str, content: bytes) -> None:
     store.client.put(store.full_name(name), content)
 
 
-class TestOwnStore(BucketLaws):
+class TestOwnStore(BucketConformance):
     """The example."""
 
     @pytest.fixture
-    def place(self, tmp_path: Path) -> StorePlace:
-        return StorePlace(f"shelf://{tmp_path.name}", write, own_store.offer)
+    def location(self, tmp_path: Path) -> StoreLocation:
+        return StoreLocation(f"shelf://{tmp_path.name}", write, own_store.offer)
 
 
 def one_byte_late(shelf: Shelf, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -138,8 +138,10 @@ WRONG: dict[Callable[[Shelf, pytest.MonkeyPatch], None], tuple[str, str, dict[st
 def test_who_breaks_a_law_is_told_which(
     break_it: Callable[[Shelf, pytest.MonkeyPatch], None], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    law, words, options = WRONG[break_it]
-    place = StorePlace(f"shelf://{tmp_path.name}", write, own_store.offer)
+    requirement, words, options = WRONG[break_it]
+    location = StoreLocation(f"shelf://{tmp_path.name}", write, own_store.offer)
     break_it(own_store.shelf(tmp_path.name), monkeypatch)
-    with pytest.raises(LawBroken, match=f"^this law does not hold: {words}"):
-        getattr(BucketLaws(), law)(place, **options | ({"tmp_path": tmp_path} if "tmp_path" in options else {}))
+    with pytest.raises(ConformanceError, match=f"^this law does not hold: {words}"):
+        getattr(BucketConformance(), requirement)(
+            location, **options | ({"tmp_path": tmp_path} if "tmp_path" in options else {})
+        )

@@ -24,8 +24,8 @@ from blake3 import blake3
 from support import s3_server
 
 from relayout.errors import PlanError
-from relayout.format.steps import PublishedStep, Retention, Stored, step_name
-from relayout.train.root import Root
+from relayout.format.steps_index import PublishedStep, Retention, Stored, step_name
+from relayout.train.repository import StepRepository
 
 DOCUMENT = (Path(__file__).parents[2] / "docs" / "FORMAT.md").read_text()
 CODE = re.search(r"^## 16\. .*?^```python\n(def begin.*?)^```", DOCUMENT, re.MULTILINE | re.DOTALL)
@@ -119,7 +119,7 @@ def publish_by_the_text(move: Move) -> list[str]:
 
 def publish(root: str) -> list[str]:
     """Publish steps as a `relayout.Publisher` moves the index; returns the names that were acknowledged."""
-    place, done = Root.at(root), []
+    place, done = StepRepository.at(root), []
     for step in range(NUM_ROUNDS):
         name = step_name("full", step, os.urandom(4).hex())
         entry = PublishedStep(step, blake3(name.encode()).hexdigest(), Stored(name, 1), None, 1)
@@ -139,7 +139,7 @@ def publish(root: str) -> list[str]:
 
 
 def assert_nothing_is_lost(root: str, acknowledged: list[str]) -> None:
-    index = Root.at(root).read()
+    index = StepRepository.at(root).read()
     assert len(acknowledged) > NUM_ROUNDS / 10
     assert sorted(index.names) == sorted(acknowledged)
     assert not index.names & {one.name for one in index.retired}
@@ -149,7 +149,7 @@ def test_no_publication_is_lost_in_a_folder(tmp_path: Path) -> None:
     """The other writer is a process of its own: locks of one process would not exclude each other."""
     root = tmp_path / "steps"
     root.mkdir()
-    Root.at(root).move(lambda index: index.announced([], 1, 3600))
+    StepRepository.at(root).move(lambda index: index.announced([], 1, 3600))
     command = [sys.executable, __file__, str(root)]
     with Popen(command, stdout=PIPE, env={**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)}) as other:
         mine = publish(str(root))

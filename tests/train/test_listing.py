@@ -170,11 +170,11 @@ def last_delta(root: Path) -> Path:
     return root / names_of(str(root), "delta")[-1]
 
 
-Held = list[tuple[int, relayout.Follower]]
+HeldTensors = list[tuple[int, relayout.Follower]]
 """Followers, each with its rank."""
 
 
-def assert_all_is_read(root: Path, held: Held) -> None:
+def assert_all_is_read(root: Path, held: HeldTensors) -> None:
     """Compare what is read with what was published: each step, from nothing; and the newest, by those that have one."""
     entries = relayout.Steps(root).entries()
     for rank in range(2):
@@ -187,7 +187,7 @@ def assert_all_is_read(root: Path, held: Held) -> None:
         assert_is_step(follower.tensors, weights_of(entries[-1].step), rank)
 
 
-def holding(root: Path, *steps: int) -> Held:
+def holding(root: Path, *steps: int) -> HeldTensors:
     """Followers of both ranks that have these steps."""
     found = []
     for step in steps:
@@ -247,7 +247,7 @@ def digests(position: int, change: Callable[[list[tuple[int, bytes]]], object]) 
 
 
 def other_proof(row: int) -> Callable[[list[Piece]], object]:
-    """The index has another proof of a piece in the result."""
+    """The index has another BLAKE3 digest of a piece in the result."""
 
     def change(found: list[Piece]) -> None:
         number, stored, _ = found[row]

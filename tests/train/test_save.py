@@ -17,7 +17,7 @@ import torch
 from safetensors.torch import load_file, save_file
 from support import prestarted
 from support.checkpoints import write_family
-from support.conversions import stock_tensors
+from support.conversions import reference_tensors
 from support.families import FAMILIES
 from support.group_worker import NUM_MEMBERS
 from support.mounts import mounted_tmpfs
@@ -100,7 +100,7 @@ def test_a_model_is_saved_as_transformers_saves_it(tmp_path: Path, sharded: Path
 def test_the_files_are_those_of_convert(tmp_path: Path, name: str, options: dict[str, Any]) -> None:
     source = write_family(FAMILIES[name], tmp_path / "source")
     relayout.convert(source, tmp_path / "converted", **options)
-    relayout.save(stock_tensors(source), tmp_path / "saved", config=source, **options)
+    relayout.save(reference_tensors(source), tmp_path / "saved", config=source, **options)
     assert weights(tmp_path / "saved") == weights(tmp_path / "converted")
     assert relayout.verify(tmp_path / "saved").ok
 
@@ -429,7 +429,7 @@ def test_small_files_of_a_folder_go_along(tmp_path: Path) -> None:
     (source / "tokenizer.json").write_text("{}")
     (source / "code").mkdir()
     (source / "code" / "model.py").write_text("x = 1")
-    relayout.save(stock_tensors(source), tmp_path / "out", config=source, tp=2)
+    relayout.save(reference_tensors(source), tmp_path / "out", config=source, tp=2)
     assert (tmp_path / "out" / "tokenizer.json").read_text() == "{}"
     assert (tmp_path / "out" / "code" / "model.py").read_text() == "x = 1"
     assert json.loads((tmp_path / "out" / "config.json").read_text())["model_type"] == "llama"

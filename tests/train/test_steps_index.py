@@ -14,19 +14,19 @@ from support.steps import CONFIG, closed_index, weights_of
 
 import relayout
 from relayout.errors import FormatError, PlanError
-from relayout.format.steps import (
+from relayout.format.steps_index import (
     DELTA,
     FULL,
     PublishedStep,
     Retention,
-    Retired,
+    RetiredName,
     StepsIndex,
     Stored,
     parse_steps,
     step_name,
 )
-from relayout.train import root as module
-from relayout.train.root import Root
+from relayout.train import repository as module
+from relayout.train.repository import StepRepository
 
 HOUR, DAY = 3600, 24 * 3600
 
@@ -78,7 +78,7 @@ def test_a_chain_looks_at_each_entry_once(monkeypatch: pytest.MonkeyPatch) -> No
     """A root with a folder for each step has as many ways as steps, each with all deltas behind it."""
     count, looks = 2000, 0
 
-    class Counted(int):
+    class LoadCounter(int):
         """A number of bytes that is counted when it is added."""
 
         def __radd__(self, other: int) -> int:
@@ -86,7 +86,7 @@ def test_a_chain_looks_at_each_entry_once(monkeypatch: pytest.MonkeyPatch) -> No
             looks += 1
             return int(other) + int(self)
 
-    entries = [entry(0, 10**9, None), *(entry(i, 10**9 + i, Counted(10)) for i in range(1, count))]
+    entries = [entry(0, 10**9, None), *(entry(i, 10**9 + i, LoadCounter(10)) for i in range(1, count))]
     chain = StepsIndex(tuple(entries)).chain()
     assert chain is not None
     assert chain.full == entries[-1].full.name  # type: ignore[union-attr]
@@ -132,7 +132,7 @@ def test_what_is_retired_stays_for_the_grace_and_no_longer_whatever_the_clock_of
         clocks.wall += others_clock
         for step in (1, 2):
             publisher.publish(weights_of(step), step)
-    root = Root.at(tmp_path / "steps")
+    root = StepRepository.at(tmp_path / "steps")
     retired = [one.name for one in root.read().retired]
     assert retired
     clocks = Clocks(monkeypatch)
@@ -151,14 +151,14 @@ def test_who_deletes_keeps_what_is_retired_as_long_as_the_last_publisher_has_pro
     for step, grace in ((1, HOUR), (2, 3 * HOUR), (3, 2 * HOUR)):
         relayout.Publisher(place, grace_seconds=grace, **options).publish(weights_of(step), step)
         index = json.loads((place / "steps.json").read_text())
-        assert index["grace_seconds"] == grace == Root.at(place).read().grace_seconds
+        assert index["grace_seconds"] == grace == StepRepository.at(place).read().grace_seconds
     steps, retired = relayout.Steps(place), [one["name"] for one in index["retired"]]
     assert len(retired) == 2
     for _ in range(4):
         assert steps.prune() == []
         clocks.wait(HOUR / 2)
     assert steps.prune() == retired
-    assert Root.at(place).read().grace_seconds == 2 * HOUR
+    assert StepRepository.at(place).read().grace_seconds == 2 * HOUR
 
 
 def test_a_process_that_has_just_begun_deletes_what_was_retired_a_day_before_the_grace(
@@ -168,11 +168,11 @@ def test_a_process_that_has_just_begun_deletes_what_was_retired_a_day_before_the
     now = int(clocks.wall)
     names = [step_name(DELTA, i, "aaaaaaaa") for i in range(3)]
     times = (now - DAY - HOUR, now - DAY, now + DAY)
-    Root.at(tmp_path).move(lambda _: StepsIndex(retired=tuple(map(Retired, names, times))))
-    assert Root.at(tmp_path).prune(HOUR) == names[:1]
-    announced = Root.at(tmp_path).move(lambda index: index.announced([], now, HOUR))
+    StepRepository.at(tmp_path).move(lambda _: StepsIndex(retired=tuple(map(RetiredName, names, times))))
+    assert StepRepository.at(tmp_path).prune(HOUR) == names[:1]
+    announced = StepRepository.at(tmp_path).move(lambda index: index.announced([], now, HOUR))
     assert [one.since for one in announced.retired] == [now - DAY, now]
-    assert Root.at(tmp_path).prune(0) == names[1:]
+    assert StepRepository.at(tmp_path).prune(0) == names[1:]
 
 
 def test_an_index_that_nobody_could_read_is_not_written_and_fewer_steps_are_the_way_out(

@@ -125,7 +125,7 @@ def load(
                     runs=runs,
                     device=device,
                     limit=limit,
-                    tell=progress.print,
+                    log_line=progress.print,
                 )
                 done.append(found)
                 everything["scenarios"].append(kept)

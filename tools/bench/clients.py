@@ -25,7 +25,7 @@ from bench.peers import LOADERS
 from relayout.benchmark.loaders import Loader, LoadJob
 from relayout.benchmark.machine import num_cpus, prepare, remember
 from relayout.benchmark.measure import LAYER_NBYTES, expected_digests, write_llama
-from relayout.benchmark.run import Died, load_together
+from relayout.benchmark.run import LoaderDied, load_together
 from relayout.storage.system import available_nbytes
 
 TP = 8
@@ -39,7 +39,7 @@ _IF_NAMED = {"ranks": ("relayout_1", "relayout_4", "relayout_16"), "replicas": (
 VOCAB_SIZE = 8016
 """Tokens of the model, fewer than Llama has: else the two tensors that have a row for each were most of it."""
 _SHARD_NBYTES = 200 * 10**6
-Tell = Callable[[str], None]
+LogLine = Callable[[str], None]
 
 
 @dataclass(frozen=True, slots=True)
@@ -91,11 +91,11 @@ class Place:
         ]
 
 
-def make_models(models: Path, size: float, tell: Tell) -> int:
+def make_models(models: Path, size: float, log_line: LogLine) -> int:
     """Make a checkpoint of about so many GB, and convert it; returns the bytes of its tensors."""
     embedding_nbytes = 2 * 2 * 4096 * VOCAB_SIZE
     layers = max(1, round((size * 1e9 - embedding_nbytes) / LAYER_NBYTES))
-    tell(f"making a checkpoint of Llama-3.1-8B shapes with {layers} layers and {VOCAB_SIZE} tokens")
+    log_line(f"making a checkpoint of Llama-3.1-8B shapes with {layers} layers and {VOCAB_SIZE} tokens")
     nbytes = write_llama(models / "plain", layers, _SHARD_NBYTES, VOCAB_SIZE)
     for tp in (TP, 1):
         relayout.convert(models / "plain", models / f"tp{tp}", tp=tp)
@@ -125,7 +125,7 @@ def measure(
     names: Sequence[str],
     runs: int,
     limit: float,
-    tell: Tell,
+    log_line: LogLine,
 ) -> Iterator[list[dict[str, Any]]]:
     """Rows of the table, after each turn of all cases."""
     cases = [
@@ -140,7 +140,7 @@ def measure(
         for case in cases:
             if not any("failed" in one for one in done[case]):
                 done[case].append(_run(place, nbytes, *case, limit))
-                tell(f"{', '.join(map(str, case))}: {done[case][-1]}")
+                log_line(f"{', '.join(map(str, case))}: {done[case][-1]}")
         yield [
             {
                 "sharing": sharing,
@@ -174,7 +174,7 @@ def _run(place: Place, nbytes: int, sharing: str, num_clients: int, name: str, l
             stack.enter_context(mounted(place.served, host, place.mount_point))
         try:
             measured = load_together(jobs, _on_network(LOADERS[name], hosts[0], jobs[0]), ready, limit=limit)
-        except Died as died:
+        except LoaderDied as died:
             return {"failed": str(died)}
         server, *clients = (_Counters.of(host).since(was) for host, was in zip(watched, before, strict=True))
     expected = expected_digests(place.converted(jobs[0].tp))

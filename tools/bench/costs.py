@@ -102,7 +102,7 @@ def _write_mixture(folder: Path, layers: int, most: int) -> int:
     return write_checkpoint(folder, tensors(), config, 10**9, np.random.default_rng(0).bytes(POOL_NBYTES))
 
 
-def measure(scratch: Path, case: Case, runs: int, tell: Callable[[str], None]) -> dict[str, Any]:
+def measure(scratch: Path, case: Case, runs: int, log_line: Callable[[str], None]) -> dict[str, Any]:
     """Run each step of a case as often as `runs` says: seconds of all, peak memory, and the numbers of the case.
 
     Raises:
@@ -125,7 +125,7 @@ def measure(scratch: Path, case: Case, runs: int, tell: Callable[[str], None]) -
     def note(step: str, seconds: float, cpu_seconds: float, peak: int) -> None:
         for key, value in zip(_KEYS, (round(seconds, 3), round(cpu_seconds, 3), peak), strict=True):
             steps[step][key].append(value)
-        tell(
+        log_line(
             f"{case.axis}, {nbytes / 1e9:.2f} GB, {step}: {seconds:.2f} s, CPU {cpu_seconds:.2f} s, {peak / 1e6:.0f} MB"
         )
 

@@ -16,11 +16,11 @@ from typing import Any, TypeVar
 from rich.console import Console
 from rich.table import Table
 
+from relayout.conversion.copy_plan import TensorDigests, WrittenDigests
 from relayout.conversion.layout import Conversion
 from relayout.conversion.planning import plan_conversion
 from relayout.conversion.sidecar import HeaderWriter, write_sidecar
-from relayout.conversion.steps import TensorDigests, Written
-from relayout.core.digests import DIGEST_NBYTES, PROOF_NBYTES
+from relayout.core.digests import BLAKE3_NBYTES, XXH3_NBYTES
 from relayout.format.delta import ChangedDigests, DeltaManifest, dump_delta
 from relayout.format.index import MANIFEST_NAME, Manifest, num_chunks
 from relayout.format.manifest import (
@@ -161,16 +161,14 @@ class _Small:
 def small_files(conversion: Conversion) -> dict[str, bytes]:
     """All files of the folder but those with weights, by name."""
     random = {
-        t: TensorDigests(
-            os.urandom(DIGEST_NBYTES).hex(), tuple(os.urandom(DIGEST_NBYTES).hex() for _ in cut.cut.distinct)
-        )
+        t: TensorDigests(os.urandom(XXH3_NBYTES).hex(), tuple(os.urandom(XXH3_NBYTES).hex() for _ in cut.cut.distinct))
         for t, cut in enumerate(conversion.cut)
     }
     chunks = {
-        number: os.urandom(PROOF_NBYTES * num_chunks(file.data_start, file.nbytes, 2**20))
+        number: os.urandom(BLAKE3_NBYTES * num_chunks(file.data_start, file.nbytes, 2**20))
         for number, file in enumerate(conversion.layout.files)
     }
-    output, written = _Small(), Written(random, chunks)
+    output, written = _Small(), WrittenDigests(random, chunks)
     headers = HeaderWriter(output, conversion)
     for unit in range(len(conversion.layout.units)):
         headers.write(unit, written)

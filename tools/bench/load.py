@@ -46,7 +46,7 @@ def measure(
     runs: int,
     device: str,
     limit: float,
-    tell: Callable[[str], None],
+    log_line: Callable[[str], None],
 ) -> tuple[RankLoads, dict[str, Any]]:
     """Run each peer that is installed so many times, in turns: the loads, and what is kept of them."""
     tp, ranks = SCENARIOS[scenario]
@@ -67,7 +67,7 @@ def measure(
     files = group.folders.rank_files(ranks)
     limits = [direct_read(files) for _ in range(runs)] if cold else []
     found: list[RankLoads] = []
-    group.measure(runs, tell, found.append)
+    group.measure(runs, log_line, found.append)
     [loads] = found
     return loads, {
         "title": loads.title,

@@ -26,7 +26,7 @@ from bench.peers import LOADERS
 from relayout.benchmark.loaders import LoadJob
 from relayout.benchmark.machine import forget, remember
 from relayout.benchmark.measure import expected_digests
-from relayout.benchmark.run import Died, load_together
+from relayout.benchmark.run import LoaderDied, load_together
 
 TP, RANK = 8, 3
 BEYOND_NBYTES = 256 * 2**20
@@ -47,7 +47,7 @@ relayout.load(sys.argv[1], int(sys.argv[2]), tp=int(sys.argv[3]), cache=sys.argv
 """
 
 
-def measure(source: Path, limit: float, tell: Callable[[str], None]) -> list[dict[str, Any]]:
+def measure(source: Path, limit: float, log_line: Callable[[str], None]) -> list[dict[str, Any]]:
     """Rows of the table: loaders of one rank, then commands, each without and with pages of files in the group."""
     converted, one, made = source.with_name(f"tp{TP}"), source.with_name("one"), source.with_name("made")
     relayout.convert(source, converted, tp=TP)
@@ -86,7 +86,7 @@ def measure(source: Path, limit: float, tell: Callable[[str], None]) -> list[dic
                         "cached_nbytes": max(0, known - before),
                     }
                 )
-            tell(str(rows[-1]))
+            log_line(str(rows[-1]))
 
     for name in PEERS:
         if LOADERS[name].absence() is None:
@@ -124,7 +124,7 @@ def _resident(path: Path) -> int:
 def _load(job: LoadJob, expected: str, limit: float) -> str | None:
     try:
         measured = load_together([job], LOADERS[job.loader], lambda: None, limit=limit)
-    except Died as died:
+    except LoaderDied as died:
         return str(died)
     return None if measured.digests == (expected,) else "loaded wrong bytes"
 

@@ -144,12 +144,12 @@ def s3fs(job: LoadJob) -> Tensors:
 
 
 _KNOWN = loaders.LOADERS
-_STOCK, _FAST, _RUNAI = (_KNOWN[name] for name in ("get_slice", "fastsafetensors", "runai"))
+_BUILTIN, _FAST, _RUNAI = (_KNOWN[name] for name in ("get_slice", "fastsafetensors", "runai"))
 _INSTANT = replace(_KNOWN["instanttensor"], title="InstantTensor, O_DIRECT")
 
 
 def _stock(load: object, what: str, device: str, **more: object) -> Loader:
-    return replace(_STOCK, load=load, title=what, family=what, devices=(device,), **more)  # type: ignore[arg-type]
+    return replace(_BUILTIN, load=load, title=what, family=what, devices=(device,), **more)  # type: ignore[arg-type]
 
 
 LOADERS: dict[str, Loader] = {
@@ -197,7 +197,7 @@ LOADERS: dict[str, Loader] = {
     "load_file_pread": replace(
         _KNOWN["load_file"], load=load_file_pread, title="safetensors pread", devices=("cpu",), needs=_can_pread
     ),
-    "get_slice": _STOCK,
+    "get_slice": _BUILTIN,
     "threads": _stock(threads, "safetensors, 8 threads", "cpu"),
     "map_populate": _stock(map_populate, "MAP_POPULATE prefetch", "cpu"),
     "prefetch": _stock(prefetch, "safetensors prefetch", "cuda", needs=_has_prefetch),

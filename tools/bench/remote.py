@@ -20,7 +20,7 @@ from bench.peers import LOADERS
 from relayout.benchmark.loaders import LoadJob
 from relayout.benchmark.machine import touch_memory
 from relayout.benchmark.measure import expected_digests
-from relayout.benchmark.run import Died, load_together
+from relayout.benchmark.run import LoaderDied, load_together
 from relayout.storage.system import available_nbytes
 
 BUCKET, TP = "models", 8
@@ -40,7 +40,7 @@ def measure(
     source: Path,
     runs: int,
     limit: float,
-    tell: Callable[[str], None],
+    log_line: Callable[[str], None],
     keep: Callable[[dict[str, Any]], object] = lambda results: None,
 ) -> dict[str, Any]:
     """Publish a checkpoint plainly and converted, and load it by every peer in turns; `keep` gets what is known."""
@@ -50,7 +50,7 @@ def measure(
         server = stack.enter_context(seaweedfs.running(scratch / "server"))
         server.make_bucket(BUCKET)
         os.environ.update(server.environment | {"AWS_EC2_METADATA_DISABLED": "true"})
-        publish(source, tell)
+        publish(source, log_line)
         expected = expected_digests(CONVERTED)
         for title, (ranks, names) in SCENARIOS.items():
             found = results["scenarios"][title] = {}
@@ -58,20 +58,20 @@ def measure(
             for _ in range(runs):
                 for name in names:
                     turns[name].append(_run(name, ranks, expected, server, 3 * total_nbytes(source), limit))
-                    tell(f"{title}, {name}: {turns[name][-1]}")
+                    log_line(f"{title}, {name}: {turns[name][-1]}")
                     found[name] = _medians(turns[name])
                     keep(results)
     return results
 
 
-def publish(source: Path, tell: Callable[[str], None]) -> None:
+def publish(source: Path, log_line: Callable[[str], None]) -> None:
     """Write a checkpoint to the bucket, plain and converted."""
     from obstore.store import from_url
 
     bucket = from_url(f"s3://{BUCKET}", client_options={"allow_http": True})
     for file in sorted(source.iterdir()):
         bucket.put(f"plain/{file.name}", file, chunk_size=8 * 2**20, max_concurrency=4)
-    tell(f"converting to {CONVERTED}")
+    log_line(f"converting to {CONVERTED}")
     relayout.convert(source, CONVERTED, tp=TP, memory="256MiB")
     os.sync()  # Else the server's writing takes part in what is measured.
 
@@ -98,7 +98,7 @@ def _run(
         jobs = [LoadJob("bench.peers", name, plain, CONVERTED, TP, rank, 1, memory) for rank in some]
         try:
             measured = load_together(jobs, peer, start, limit=limit)
-        except Died as died:
+        except LoaderDied as died:
             return {"failed": str(died)}
         sums["sent_nbytes"] += server.sent_nbytes(BUCKET) - int(before[0])
         sums["server_cpu_seconds"] += server.cpu_seconds() - before[1]

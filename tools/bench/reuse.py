@@ -31,7 +31,7 @@ from support.toy_store import Shelf
 
 import relayout
 from relayout.checkpoint.converted import read_chunk_digests, read_manifest
-from relayout.core.digests import PROOF_NBYTES
+from relayout.core.digests import BLAKE3_NBYTES
 from relayout.storage import stores
 from relayout.storage.cloud.store import CloudStore
 
@@ -56,7 +56,7 @@ CONFIG = {
     "num_key_value_heads": HIDDEN // HEAD // 2,
 }
 Elements = npt.NDArray[np.uint16]
-Tell = Callable[[str], None]
+LogLine = Callable[[str], None]
 
 
 class _Far(Shelf):
@@ -126,7 +126,7 @@ def _touched(tensor: Elements, seed: int) -> Elements:
     return tensor ^ (np.random.default_rng(seed).random(tensor.shape) < 0.01).astype(np.uint16)
 
 
-def measure(scratch: Path, layers: int, runs: int, rate: float, tell: Tell) -> Iterator[dict[str, Any]]:
+def measure(scratch: Path, layers: int, runs: int, rate: float, log_line: LogLine) -> Iterator[dict[str, Any]]:
     """Rows of the table, one for each change; `rate` is the link's, in bytes per second."""
     stores.REGISTRY["far"] = "bench.reuse"
     FAR.rate = rate
@@ -156,12 +156,12 @@ def measure(scratch: Path, layers: int, runs: int, rate: float, tell: Tell) -> I
             "reuse_s": median(times["reuse"]),
             "zstd": _patched(old, new, scratch / "patch") if tp == TP else None,
         }
-        tell(f"{what}: done")
+        log_line(f"{what}: done")
         FAR.clear()
         shutil.rmtree(new)
 
 
-def measure_bucket(scratch: Path, layers: int, tell: Tell) -> Iterator[dict[str, Any]]:
+def measure_bucket(scratch: Path, layers: int, log_line: LogLine) -> Iterator[dict[str, Any]]:
     """Rows of the table of copies into a bucket, one for each change.
 
     The model has four times as many layers as in the other table, and a quarter of the ranks: with smaller files, most
@@ -191,7 +191,7 @@ def measure_bucket(scratch: Path, layers: int, tell: Tell) -> Iterator[dict[str,
                 "copied_share": server.copied_nbytes / nbytes,
                 "read_share": server.sent_nbytes / nbytes,
             }
-            tell(f"{what}, in a bucket: done")
+            log_line(f"{what}, in a bucket: done")
             server.clear("bench", "new/")
             shutil.rmtree(new)
 
@@ -254,7 +254,7 @@ def _new_chunks(old: Path, new: Path) -> float:
         store = stores.find_store(folder)
         manifest = read_manifest(store)
         packed = b"".join(read_chunk_digests(store, manifest, number) for number in range(len(manifest.files)))
-        digests.append([packed[at : at + PROOF_NBYTES] for at in range(0, len(packed), PROOF_NBYTES)])
+        digests.append([packed[at : at + BLAKE3_NBYTES] for at in range(0, len(packed), BLAKE3_NBYTES)])
     known = set(digests[0])
     return sum(digest not in known for digest in digests[1]) / len(digests[1])
 

@@ -53,7 +53,7 @@ def make(folder: Path, nbytes: int) -> Path:
     return folder / "converted"
 
 
-def measure(converted: Path, num_rows: int, runs: int, tell: Callable[[str], None]) -> list[dict[str, Any]]:
+def measure(converted: Path, num_rows: int, runs: int, log_line: Callable[[str], None]) -> list[dict[str, Any]]:
     """Results of all readers, cold and warm, and of all starts, in turns."""
     found: list[dict[str, Any]] = []
     files = sorted(converted.glob("*.safetensors"))
@@ -66,12 +66,12 @@ def measure(converted: Path, num_rows: int, runs: int, tell: Callable[[str], Non
                     remember(files)
                 found.append(_run("rows", name, converted, num_rows) | {"cold": is_cold})
                 same.add(found[-1].pop("digest"))
-                tell(str(found[-1]))
+                log_line(str(found[-1]))
             assert len(same) == 1, "readers differ"
         for name in STARTS:
             forget(files)
             found.append(_run("start", name, converted, num_rows))
-            tell(str(found[-1]))
+            log_line(str(found[-1]))
     return found
 
 

@@ -25,7 +25,7 @@ from bench.peers import LOADERS
 from relayout.benchmark.loaders import LoadJob
 from relayout.benchmark.machine import prepare, remember, touch_memory
 from relayout.benchmark.measure import expected_digests
-from relayout.benchmark.run import Died, load_together
+from relayout.benchmark.run import LoaderDied, load_together
 from relayout.storage.system import available_nbytes
 
 TP = 8
@@ -38,7 +38,7 @@ PEERS = {
 fastsafetensors read files only."""
 DEFAULTS = {"fuse": ("0,1,10", "0"), "s3": ("1,20,80", "1,10"), "web": ("1,20,80", "1,10")}
 """Round trips in ms, and Gbit/s."""
-Tell = Callable[[str], None]
+LogLine = Callable[[str], None]
 
 
 @dataclass(frozen=True, slots=True)
@@ -58,32 +58,32 @@ class Place:
         return f"{root}/{self.source.name}", f"{root}/{self.converted.name}"
 
 
-def _converted(source: Path, tell: Tell) -> Path:
+def _converted(source: Path, log_line: LogLine) -> Path:
     converted = source.with_name(f"tp{TP}")
     if not converted.exists():
-        tell(f"converting to {converted}")
+        log_line(f"converting to {converted}")
         relayout.convert(source, converted, tp=TP)
     return converted
 
 
 @contextmanager
-def fuse_place(scratch: Path, source: Path, tell: Tell) -> Iterator[Place]:
+def fuse_place(scratch: Path, source: Path, log_line: LogLine) -> Iterator[Place]:
     """A folder behind a FUSE file system."""
     if (why := absence()) is not None:
         raise SystemExit(why)
-    converted = _converted(source, tell)
+    converted = _converted(source, log_line)
     yield Place("fuse", source, converted, partial(slow_folder, source.parent, scratch / "mount"))
 
 
 @contextmanager
-def s3_place(scratch: Path, source: Path, tell: Tell) -> Iterator[Place]:
+def s3_place(scratch: Path, source: Path, log_line: LogLine) -> Iterator[Place]:
     """A bucket of SeaweedFS."""
     if (why := seaweedfs.absence()) is not None:
         raise SystemExit(why)
     with seaweedfs.running(scratch / "server") as server:
         server.make_bucket(remote.BUCKET)
         os.environ.update(server.environment | {"AWS_EC2_METADATA_DISABLED": "true"})
-        remote.publish(source, tell)
+        remote.publish(source, log_line)
         connect = partial(slow_server, int(server.url.rpartition(":")[2]))
         yield Place("s3", source.with_name("plain"), source.with_name(f"tp{TP}"), connect)
         os.environ.update(server.environment)
@@ -99,11 +99,11 @@ http {{ access_log off; sendfile on; tcp_nopush on; client_body_temp_path {folde
 
 
 @contextmanager
-def web_place(scratch: Path, source: Path, tell: Tell) -> Iterator[Place]:
+def web_place(scratch: Path, source: Path, log_line: LogLine) -> Iterator[Place]:
     """A web server, nginx: it takes less of the processors than SeaweedFS, and passes more."""
     if shutil.which("nginx") is None:
         raise SystemExit("nginx is not installed")
-    folder, converted, [port] = scratch / "nginx", _converted(source, tell), seaweedfs.free_ports(1)
+    folder, converted, [port] = scratch / "nginx", _converted(source, log_line), seaweedfs.free_ports(1)
     folder.mkdir()
     (folder / "conf").write_text(_NGINX.format(folder=folder, port=port, root=source.parent))
     server = subprocess.Popen(["nginx", "-p", folder, "-c", folder / "conf", "-e", folder / "log"])
@@ -125,7 +125,7 @@ def measure(
     names: Iterable[str],
     runs: int,
     limit: float,
-    tell: Tell,
+    log_line: LogLine,
 ) -> Iterator[dict[str, Any]]:
     """Rows of the table: each loader in turns, over each link, with so many ranks at once."""
     names = [name for name in names if LOADERS[name].absence() is None]
@@ -143,7 +143,7 @@ def measure(
                         found = _run(place, link, num_ranks, name, limit)
                         peaks[name] = max(peaks.get(name, 0), found.get("peak_minus_needed_nbytes", 0))
                     turns[name].append(found)
-                    tell(f"{link}, {num_ranks} ranks, {name}: {found}")
+                    log_line(f"{link}, {num_ranks} ranks, {name}: {found}")
             for name, done in turns.items():
                 failed = next((one for one in done if "failed" in one), None)
                 figures = failed or {key: _median(one[key] for one in done) for key in done[0]}
@@ -190,7 +190,7 @@ def _run(place: Place, link: Link, num_ranks: int, name: str, limit: float) -> d
 
         try:
             measured = load_together(jobs, peer, ready, limit=limit)
-        except Died as died:
+        except LoaderDied as died:
             return {"failed": str(died)}
         moved = slow.sent_nbytes() - before
     if measured.digests != tuple(expected[rank] for rank in ranks):

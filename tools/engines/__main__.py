@@ -157,7 +157,7 @@ def run_cases(
 
 def comparing(environment: Environment, case: Case, module: str = "") -> list[str]:
     """A module of `engines` that compares, by default the engine's, and its options for a case."""
-    options = ["--stand-in-devices"] if case.is_on_device else ["--stand-in-kernels"] * case.is_quantized
+    options = ["--stub-devices"] if case.is_on_device else ["--stub-kernels"] * case.is_quantized
     return [module or ENGINES[environment.engine].comparing, *options]
 
 
@@ -235,7 +235,7 @@ def load_replicas(environment: Environment, work: Path, only: str) -> Iterator[t
                     "different": [name for process in processes for name in process["live"]["different"]],
                     "contents": len({process["live"]["content"] for process in processes}),
                     "attested": [process["live"].get("difference") for process in processes],
-                    "proven": [process["live"].get("proven") for process in processes],
+                    "verified": [process["live"].get("verified") for process in processes],
                     "refused": sorted({process["live"].get("refused", "") for process in processes}),
                 },
             },

@@ -110,7 +110,7 @@ ON_DEVICES: Mapping[str, Mapping[str, int]] = {
     "qwen4_exp": {},
     "step3p5": {},
 }
-"""Families whose classes want a GPU, and sizes with which 16 ranks can be built. They are built with the stand-ins of
+"""Families whose classes want a GPU, and sizes with which 16 ranks can be built. They are built with the stubs of
 the observation."""
 
 _FP8_LATENT = {"H": 256, "A": 32, "QL": 256, "I": 2048, "M": 2048, "S": 2048}

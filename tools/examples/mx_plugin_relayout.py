@@ -15,7 +15,7 @@ import sys
 from dataclasses import replace
 from typing import Any
 
-from relayout.engines.load import WeightsPlace, source_url
+from relayout.engines.load import WeightsLocation, source_url
 
 
 def register_plugin() -> type[Any]:
@@ -55,4 +55,4 @@ def _is_ours(model_config: Any) -> bool:
     if vllm is None or not isinstance(model_config, vllm.ModelConfig):
         return False
     path = str(getattr(model_config, "model_weights", "") or model_config.model)
-    return WeightsPlace(source_url(path, model_config.revision), is_asked_for=False).is_ours
+    return WeightsLocation(source_url(path, model_config.revision), is_explicit=False).is_ours

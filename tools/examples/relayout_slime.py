@@ -24,8 +24,8 @@ from pathlib import Path
 from typing import Any
 
 from relayout import PlanError, Publisher, Steps
-from relayout.format.steps import PublishedStep, StepsIndex
-from relayout.train.root import Root
+from relayout.format.steps_index import PublishedStep, StepsIndex
+from relayout.train.repository import StepRepository
 
 OPTIONS = "relayout_publisher"
 """Name of the arguments of `relayout.Publisher` in the file of slime's `--custom-config-path`."""
@@ -103,4 +103,4 @@ def link_step(root: Path, step: PublishedStep, folder: Path) -> None:
         except FileExistsError:  # A name is used once in a root: the same link leads to the same files.
             if not (folder / name).is_symlink() or (folder / name).readlink() != target:
                 raise
-    Root.at(folder).move(lambda _: index)
+    StepRepository.at(folder).move(lambda _: index)

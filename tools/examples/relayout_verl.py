@@ -22,7 +22,7 @@ from typing import Any
 from verl.checkpoint_engine.base import CheckpointEngine, CheckpointEngineRegistry
 
 from relayout import PlanError, Publisher, Steps, safe_open
-from relayout.format.steps import PublishedStep
+from relayout.format.steps_index import PublishedStep
 
 _POLL_SECONDS = 0.2
 

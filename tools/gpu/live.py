@@ -15,7 +15,7 @@ from torch import nn
 import relayout
 from gpu.loads import converted_of, measure, prepare, timed
 from gpu.results import Arguments
-from relayout.live.staging import LiveWeights, Staged
+from relayout.live.staging import LiveWeights, StagedUpdate
 
 SHARES = (0.0, 0.001, 0.01, 0.05, 0.2)
 MEMORY = 32 * 2**30
@@ -77,7 +77,7 @@ def main() -> None:
     full = steps.path(entries[0].full.name)
     engine, live = started(full, tensors, device)
     for step, share in enumerate(SHARES[1:], 1):
-        staged: list[Staged] = []
+        staged: list[StagedUpdate] = []
         results.measure(f"stage, {share} changed", partial(row, partial(stage, live, root, step, staged)))
         results.measure(f"commit, {share} changed", partial(row, partial(commit, live, engine, staged)))
         results.measure(f"attest, {share} changed", partial(row, partial(attest, live)))
@@ -107,14 +107,14 @@ def row(work: Callable[[], Any]) -> dict[str, Any]:
     return seconds | (made if isinstance(made, dict) else {})
 
 
-def stage(live: LiveWeights, root: Path, step: int, into: list[Staged]) -> dict[str, Any]:
+def stage(live: LiveWeights, root: Path, step: int, into: list[StagedUpdate]) -> dict[str, Any]:
     """Read a step of a root, and keep it."""
     staged = live.stage([str(root)], live.content, MEMORY, step=step, threads=4)
     into.append(staged)
     return {"held": staged.nbytes, "left": staged.left_nbytes}
 
 
-def commit(live: LiveWeights, engine: Engine, staged: list[Staged]) -> None:
+def commit(live: LiveWeights, engine: Engine, staged: list[StagedUpdate]) -> None:
     """The pause."""
     live.check(engine)
     live.commit(staged[0], fail)
@@ -123,7 +123,7 @@ def commit(live: LiveWeights, engine: Engine, staged: list[Staged]) -> None:
 def attest(live: LiveWeights) -> dict[str, Any]:
     """What an engine is proven to have."""
     found = live.attest()
-    return {"proven": found.proven, "unproven": len(found.unproven), "difference": found.difference}
+    return {"verified": found.verified, "unverified": len(found.unverified), "difference": found.difference}
 
 
 def same(one: torch.Tensor, other: torch.Tensor) -> bool:

@@ -120,7 +120,7 @@ class Engine:
 
     def attest(self) -> dict[str, Any]:
         found = self._model.collective_rpc("relayout_attest")
-        return {"attest": [one | {"unproven": len(one.get("unproven", ()))} for one in found]}
+        return {"attest": [one | {"unverified": len(one.get("unverified", ()))} for one in found]}
 
     def flip(self) -> dict[str, Any]:
         self._model.collective_rpc(flip_in_worker)
@@ -219,7 +219,7 @@ def _loads(job: dict[str, Any]) -> None:
     from vllm.engine.arg_utils import EngineArgs
     from vllm.plugins import load_general_plugins
 
-    from relayout.observe.stand_ins import fake_rank
+    from relayout.observe.stubs import fake_rank
 
     load_general_plugins()
     if job["device"] == "cpu":  # As vLLM's worker for CPUs does.

@@ -25,10 +25,10 @@ Answer = TypeVar("Answer")
 FIRST_DELAY_SECONDS = 0.5
 MAX_DELAY_SECONDS = 15.0
 _MAX_RETRY_AFTER_SECONDS = 60.0
-_TELL_SECONDS = 5.0
-"""Seconds without success before a warning names the failing request. Warnings are at least `_TELL_AGAIN_SECONDS`
+_LOG_SECONDS = 5.0
+"""Seconds without success before a warning names the failing request. Warnings are at least `_LOG_AGAIN_SECONDS`
 apart."""
-_TELL_AGAIN_SECONDS = 60.0
+_LOG_AGAIN_SECONDS = 60.0
 
 _REFUSED_SECONDS = 4.0
 """Seconds of retries for a server that has not answered this process before, if it refuses connections or its name
@@ -55,7 +55,7 @@ _used_by: int | None = None
 forever."""
 
 
-class Patience:
+class RetryPolicy:
     """The retry policy of a failing request: `RETRY_SECONDS` without progress, at growing intervals."""
 
     def __init__(self) -> None:
@@ -79,7 +79,7 @@ class Patience:
         may_pass = error.errno in _TRANSIENT or (error.errno == _UNKNOWN_NAME and has_answered)
         if not may_pass or left <= 0:
             raise error
-        if now - self._start > _TELL_SECONDS:
+        if now - self._start > _LOG_SECONDS:
             _warn(error, left)
         # The server chooses this time, so it is limited.
         requested = min(error.retry_after or 0.0, _MAX_RETRY_AFTER_SECONDS)
@@ -93,7 +93,7 @@ def _server(location: str) -> str:
 
 def _warn(error: RequestError, left: float) -> None:
     global _warned
-    if time.monotonic() - _warned > _TELL_AGAIN_SECONDS:
+    if time.monotonic() - _warned > _LOG_AGAIN_SECONDS:
         _warned = time.monotonic()
         warnings.warn(f"{error.filename}: {error.strerror}; retrying for {left:.0f} s", stacklevel=2)
 
@@ -111,7 +111,7 @@ def request(call: Callable[[], Answer], location: str, part: tuple[int, int] | N
 def persistent(call: Callable[[], Answer], location: str) -> Answer:
     """Call, and repeat the call while it raises a transient RequestError. All requests to stores use this function."""
     check_process(location)
-    patience = Patience()
+    patience = RetryPolicy()
     while True:
         try:
             answer = call()

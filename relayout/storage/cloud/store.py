@@ -21,7 +21,7 @@ from urllib.parse import unquote
 
 from relayout.errors import FormatError, PlanError
 from relayout.storage.cloud import connect
-from relayout.storage.cloud.failures import Patience, replaced, request_error
+from relayout.storage.cloud.failures import RetryPolicy, replaced, request_error
 from relayout.storage.stores import (
     Access,
     Closable,
@@ -141,7 +141,7 @@ class Body:
     def fill(self, view: memoryview) -> None:
         """Read all bytes into `view`, which has exactly their size. If a connection breaks, a new one continues."""
         assert view.nbytes == self.nbytes
-        body, done, patience = self, 0, Patience()
+        body, done, patience = self, 0, RetryPolicy()
         while True:
             before = done
             try:
@@ -155,7 +155,7 @@ class Body:
             except RequestError as error:
                 failure = error
             if done - before >= _PROGRESS_NBYTES:
-                patience = Patience()
+                patience = RetryPolicy()
             patience.wait(failure)
             body = self.again(self.part[0] + done)
         if done != self.nbytes:

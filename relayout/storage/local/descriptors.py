@@ -298,7 +298,7 @@ LIMIT_SECONDS = 10.0
 """Seconds without progress after which a wait fails."""
 
 
-class HeldLock(Closable):
+class FileLock(Closable):
     """An open file that may be locked. The lock ends with `close`, with this object, or with this process.
 
     A forked child closes its copy of the descriptor at once, because the copy would keep the lock. A process that
@@ -321,17 +321,17 @@ class HeldLock(Closable):
             return False
         return True
 
-    def say(self, what: str) -> None:
+    def write_holder(self, what: str) -> None:
         """Write a note about the holder to the file, if `what` is not empty and the file is a plain lock file."""
         with suppress(OSError):  # The note is only informative; the drive may be full.
-            if what and self.is_plain:
+            if what and self.is_lock_file:
                 self._has_note = True
                 note = f"process {os.getpid()}, {what[:_MAX_WHAT_LENGTH]} since {time.strftime('%H:%M:%S')}"
                 os.ftruncate(self.fd, 0)
                 os.pwrite(self.fd, note.encode(errors="replace"), 0)
 
     @property
-    def is_plain(self) -> bool:
+    def is_lock_file(self) -> bool:
         """True if the file has no other name, and no content but a note: writing to it destroys nothing."""
         if os.fstat(self.fd).st_nlink > 1:  # 0: its holder has just removed it.
             return False
@@ -380,7 +380,7 @@ def _note_in(path: Path) -> str:
     return ""
 
 
-class Waiting:
+class LockWait:
     """A wait for another process. It logs that process after some seconds, and fails after a time without progress."""
 
     def __init__(
@@ -460,7 +460,7 @@ def take_lock(
     create: bool = True,
     mode: int = 0o666,
     needs_locks: bool = True,
-) -> HeldLock | None:
+) -> FileLock | None:
     """Lock the file that currently has a name. Step repositories, outputs and caches all take their locks here.
 
     If the file is deleted or replaced before it is locked, the lock is useless, and the file that now has the name is
@@ -476,7 +476,7 @@ def take_lock(
         None: another process or thread holds a lock that excludes this one.
     """
     for _ in range(_TRIES):
-        lock = HeldLock(_open_lock(path, folder, mode if create else None))
+        lock = FileLock(_open_lock(path, folder, mode if create else None))
         try:
             try:
                 if not lock.try_lock(kind):
@@ -487,7 +487,7 @@ def take_lock(
                     raise
             named = status_of(path) if folder is None else folder.status(path.name)
             if named is not None and os.path.samestat(named, os.fstat(lock.fd)):
-                lock.say(what)
+                lock.write_holder(what)
                 return lock
         except BaseException:
             lock.close()
@@ -546,10 +546,10 @@ def locked_file(
     growth: Callable[[], object] = lambda: None,
     limit_seconds: float | None = None,
 ) -> Iterator[None]:
-    """Hold a lock file, see `take_lock`. Wait for its holder while that makes progress; see `Waiting`."""
-    waiting: Waiting | None = None
+    """Hold a lock file, see `take_lock`. Wait for its holder while that makes progress; see `LockWait`."""
+    waiting: LockWait | None = None
     while (lock := take_lock(path, what=what, create=create)) is None:
-        waiting = waiting or Waiting(path, growth=growth, limit_seconds=limit_seconds)
+        waiting = waiting or LockWait(path, growth=growth, limit_seconds=limit_seconds)
         waiting.pause()
     with lock:
         yield
@@ -574,7 +574,7 @@ def locked(parent: OpenFolder, name: str, output: Path) -> Iterator[int]:
     if lock is None:
         raise PlanError(f"is being written by another relayout ({holder_in(path)})", path=output, code="busy")
     with lock:
-        if not lock.is_plain:  # The file is deleted at the end.
+        if not lock.is_lock_file:  # The file is deleted at the end.
             what = "exists and is not relayout's lock, or has several hard links; move it away"
             raise PlanError(what, path=path, code="exists")
         try:
@@ -584,7 +584,7 @@ def locked(parent: OpenFolder, name: str, output: Path) -> Iterator[int]:
                 _remove_lock(parent, name, lock)
 
 
-def _remove_lock(parent: OpenFolder, name: str, lock: HeldLock) -> None:
+def _remove_lock(parent: OpenFolder, name: str, lock: FileLock) -> None:
     """Delete a lock file that this process holds. The protected work is done, so a failure is only logged."""
     try:
         status = parent.status(name)

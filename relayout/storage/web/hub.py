@@ -29,7 +29,7 @@ from relayout.storage.web import http, hub_bucket
 from relayout.storage.web.hub_library import (
     Address,
     address_of,
-    asked,
+    call_library,
     denied,
     endpoint,
     library,
@@ -116,7 +116,7 @@ class HubClient:
 
         def ask() -> bytes:
             try:
-                return asked(lambda: read_answer(url, self.root, _MAX_INFO_NBYTES)[0], self.root, self._download)
+                return call_library(lambda: read_answer(url, self.root, _MAX_INFO_NBYTES)[0], self.root, self._download)
             except RequestError as error:
                 if error.status is None and not is_expected:
                     raise RequestError(errno.ENOTCONN, str(error.strerror), self.root) from None

@@ -27,7 +27,7 @@ from relayout.storage.web import http
 from relayout.storage.web.hub_library import (
     Address,
     address_of,
-    asked,
+    call_library,
     denied,
     endpoint,
     metadata_of,
@@ -135,7 +135,8 @@ class HubBucketClient:
     def _page(self, url: str, location: str) -> tuple[bytes, str | None]:
         """One page of a listing, and the URL of the next one."""
         return persistent(
-            lambda: asked(lambda: read_answer(url, location, _MAX_PAGE_NBYTES), location, self._download), location
+            lambda: call_library(lambda: read_answer(url, location, _MAX_PAGE_NBYTES), location, self._download),
+            location,
         )
 
     @property

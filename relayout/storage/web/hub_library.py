@@ -19,7 +19,7 @@ from relayout.storage.cloud.store import timed
 from relayout.storage.stores import RequestError
 from relayout.storage.web import http
 
-Asked = TypeVar("Asked")
+Answer = TypeVar("Answer")
 
 _SIGNED_SECONDS = 600.0
 """A signed URL is asked for again after so long; the hub's are good for an hour."""
@@ -53,7 +53,7 @@ def library() -> Any:
     return huggingface_hub
 
 
-def asked(call: Callable[[], Asked], location: str, download: str) -> Asked:
+def call_library(call: Callable[[], Answer], location: str, download: str) -> Answer:
     """Return the result of a call of the hub's library. Its errors are translated, without the text of a server.
 
     Args:
@@ -74,7 +74,7 @@ def endpoint() -> str:
 def read_answer(url: str, location: str, limit: int) -> tuple[bytes, str | None]:
     """Request a URL of the hub's API; return the content, and the URL of the page that follows it.
 
-    The library's own calls would follow redirects, and read without a limit. To be called by `asked`.
+    The library's own calls would follow redirects, and read without a limit. To be called by `call_library`.
     """
     hub, content = library(), bytearray()
     options = {"headers": hub.utils.build_hf_headers(), "timeout": connect.STALL_SECONDS}
@@ -96,7 +96,7 @@ def metadata_of(url: str, location: str, download: str) -> Any:
     hub = library()
 
     def ask() -> Any:
-        return asked(lambda: hub.get_hf_file_metadata(url, timeout=connect.STALL_SECONDS), location, download)
+        return call_library(lambda: hub.get_hf_file_metadata(url, timeout=connect.STALL_SECONDS), location, download)
 
     return persistent(ask, location)
 

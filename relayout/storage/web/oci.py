@@ -31,7 +31,7 @@ from relayout.core.digests import Hash
 from relayout.errors import FormatError, PlanError, about, shown
 from relayout.format.fields import Fields, check_apart, is_plain_path, parse_object
 from relayout.storage.cloud import connect
-from relayout.storage.cloud.failures import Patience, persistent, replaced, request_error
+from relayout.storage.cloud.failures import RetryPolicy, persistent, replaced, request_error
 from relayout.storage.cloud.store import Body, CloudStore
 from relayout.storage.stores import FileStat, RequestCost, RequestError, limited
 from relayout.storage.web import http
@@ -284,7 +284,7 @@ class OciClient:
                 registry kept none of their bytes; or the registry rejects the blob.
         """
         where = f"{self.root}: blob {digest[:19]}"
-        upload, offset, chunk_nbytes, num_lost, patience = "", 0, nbytes, 0, Patience()
+        upload, offset, chunk_nbytes, num_lost, patience = "", 0, nbytes, 0, RetryPolicy()
         sent_nbytes = 0
 
         def counted(start: int, end: int) -> Iterator[bytes]:
@@ -313,7 +313,7 @@ class OciClient:
             # bytes.
             has_lost = bool(sent_nbytes) or (failure.status in (404, 416) and bool(upload))
             if has_lost and num_lost < _MAX_RESTARTS:
-                num_lost, patience = num_lost + 1, Patience()
+                num_lost, patience = num_lost + 1, RetryPolicy()
             if not (has_lost and failure.status in (404, 416) and num_lost < _MAX_RESTARTS):
                 patience.wait(failure)
             if self.has_blob(digest, nbytes):

@@ -102,7 +102,7 @@ def _credentials_in(top: Fields, registry: str) -> Credentials | None:
     helpers = _object(top, "credHelpers")
     helper = next((helpers[key] for key in keys if key in helpers), None) or top.top.get("credsStore")
     if helper:
-        return next((found for key in keys if (found := _ask_helper(helper, key)) is not None), None)
+        return next((found for key in keys if (found := _run_helper(helper, key)) is not None), None)
     for key, entry in _object(top, "auths").items():
         if (key in keys or _host_of(key) in keys) and isinstance(entry, dict) and entry:
             return _stored(entry)
@@ -129,7 +129,7 @@ def _stored(entry: Mapping[str, Any]) -> Credentials:
     return Credentials(user, password.rstrip("\0"), fields.text("identitytoken"))
 
 
-def _ask_helper(helper: object, key: str) -> Credentials | None:
+def _run_helper(helper: object, key: str) -> Credentials | None:
     """Return the credentials of a Docker credential helper, or None. Its output is never shown."""
     if not isinstance(helper, str) or not _HELPER.fullmatch(helper):
         raise FormatError("a credential helper is not the name of a program", code="field")

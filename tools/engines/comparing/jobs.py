@@ -82,7 +82,7 @@ def _outcome(compare: Callable[[Job, dict[str, Any]], None], job: Job, _report: 
 
 
 def in_forks(compare: Callable[[Job, dict[str, Any]], None], seconds: float) -> Callable[[Job, dict[str, Any]], None]:
-    """Return a comparison that runs in a fork for each job: stand-ins and classes of one are not seen by the next."""
+    """Return a comparison that runs in a fork for each job: stubs and classes of one are not seen by the next."""
 
     def forked(job: Job, result: dict[str, Any]) -> None:
         found = in_a_fork(partial(_outcome, compare, job), seconds)

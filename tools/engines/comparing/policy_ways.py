@@ -35,7 +35,7 @@ def vllm_ways() -> dict[str, Way]:
     from vllm.utils.torch_utils import set_default_torch_dtype
 
     from engines.comparing.vllm_classes import configuration
-    from relayout.observe.stand_ins import Unpinned, fake_rank
+    from relayout.observe.stubs import Unpinned, fake_rank
 
     plugins.vllm()
     parallel_state._NODE_COUNT = 1  # There are no processes that could be counted.
@@ -76,9 +76,9 @@ def sglang_ways() -> dict[str, Way]:
     from sglang.srt.server_args import ServerArgs
 
     from engines.comparing.sglang_classes import fake_rank
-    from relayout.observe.sglang_stand_ins import stand_in_rotary
+    from relayout.observe.sglang_stubs import stub_rotary
 
-    stand_in_rotary()
+    stub_rotary()
     from sglang.srt.plugins import HookRegistry
 
     plugins.sglang()

@@ -1,7 +1,7 @@
 """Runs in an environment that has SGLang: every parameter of every rank, by SGLang's own loader and through relayout.
 
-`sglang_classes JOBS.json [--stand-in-kernels | --stand-in-devices]`: one process is all ranks, one after the other.
-Prints a line of JSON for each job. With --stand-in-devices, each job is a fork, with the stand-ins of an observation.
+`sglang_classes JOBS.json [--stub-kernels | --stub-devices]`: one process is all ranks, one after the other.
+Prints a line of JSON for each job. With --stub-devices, each job is a fork, with the stubs of an observation.
 Without a GPU, and with SGLANG_USE_CPU_ENGINE unset, the weight loaders take their CUDA paths.
 """
 
@@ -17,7 +17,7 @@ import torch
 from engines.comparing.jobs import Job, Reports, Tensors, held, in_forks, note_differences, run_jobs
 from relayout.engines.sglang import COMPUTED
 from relayout.observe import sglang
-from relayout.observe.sglang_stand_ins import stand_in_rotary
+from relayout.observe.sglang_stubs import stub_rotary
 
 TIMEOUT_S = 900
 """For the ranks of one job."""
@@ -97,12 +97,12 @@ def compare(job: Job, result: dict[str, Any]) -> None:
 
 
 def main() -> None:
-    is_on_device = "--stand-in-devices" in sys.argv
+    is_on_device = "--stub-devices" in sys.argv
     if is_on_device:
         sglang.start()
         torch.set_num_threads(1)  # A fork of a process with threads may wait for them forever.
     else:
-        stand_in_rotary()
+        stub_rotary()
     from sglang.srt.plugins import load_plugins
 
     load_plugins()

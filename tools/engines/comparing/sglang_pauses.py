@@ -18,11 +18,11 @@ from sglang.srt.plugins import load_plugins
 
 from engines.comparing.sglang_updates import Live
 from relayout.live.sglang_updates import LIVE
-from relayout.observe.sglang_stand_ins import stand_in_rotary
+from relayout.observe.sglang_stubs import stub_rotary
 
 
 def main() -> None:
-    stand_in_rotary()
+    stub_rotary()
     root, turns = Path(sys.argv[1]), int(sys.argv[2])
     load_plugins()
     ways = {
@@ -44,7 +44,7 @@ def main() -> None:
                 assert live is not None
                 assert live.weights is not None
                 found = live.weights.attest()
-                assert (found.difference, found.unproven) == (None, ())
+                assert (found.difference, found.unverified) == (None, ())
             assert engine.update(root / old)[0]
     result: dict[str, Any] = {
         "name": root.name,
@@ -52,7 +52,7 @@ def main() -> None:
         "seconds": {way: times[1:] for way, times in seconds.items()},
         "cpu_seconds": {way: times[1:] for way, times in computing.items()},
         "delta_nbytes": sum(file.stat().st_size for file in (root / "delta-1").glob("*.delta")),
-        "proven": found.proven,
+        "verified": found.verified,
     }
     print("RESULT", json.dumps(result), flush=True)
 

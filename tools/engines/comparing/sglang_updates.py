@@ -15,7 +15,7 @@ import torch
 
 from engines.comparing.jobs import Tensors, held, note_differences, nothing_found
 from engines.comparing.sglang_classes import fake_rank
-from relayout.observe.sglang_stand_ins import stand_in_rotary
+from relayout.observe.sglang_stubs import stub_rotary
 
 TP = 2
 CASES = (
@@ -127,7 +127,7 @@ def outcomes(root: Path) -> Iterator[tuple[str, dict[str, Any]]]:
 
 
 def main() -> None:
-    stand_in_rotary()
+    stub_rotary()
     root = Path(sys.argv[1])
     print("RESULT", json.dumps(dict(outcomes(root))), flush=True)
 

@@ -1,6 +1,6 @@
 """Runs in an environment that has vLLM: loads without one tensor, and whether relayout's checks name what is missing.
 
-`skipped JOBS.json [--stand-in-kernels]`: of each kind of tensor that a rank is given, one is skipped. First it is
+`skipped JOBS.json [--stub-kernels]`: of each kind of tensor that a rank is given, one is skipped. First it is
 skipped behind relayout's plugin, where only marks show it; where they do not, inside, where what is read and not given
 is an error. Memory has as few marks as that of large models. Prints a line of JSON for each job.
 """
@@ -22,7 +22,7 @@ from engines.comparing.vllm_classes import load_rank, setup
 from relayout.engines import unwritten
 from relayout.engines.rank_weights import Delivery
 from relayout.errors import RelayoutError
-from relayout.observe.stand_ins import stand_in_kernels
+from relayout.observe.stubs import stub_kernels
 
 FULL_NBYTES = 2**10
 """Memory that is larger has few marks here."""
@@ -79,8 +79,8 @@ def skip_each(job: Job, found: dict[str, Any]) -> None:
 
 
 def main() -> None:
-    if "--stand-in-kernels" in sys.argv:
-        stand_in_kernels()
+    if "--stub-kernels" in sys.argv:
+        stub_kernels()
     unwritten._MAX_FULL_NBYTES = FULL_NBYTES
     with patch.object(DefaultModelLoader, "track_weights_loading", lambda *_, **__: None):  # vLLM's own check.
         run_jobs(skip_each)

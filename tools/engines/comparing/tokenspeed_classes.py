@@ -1,6 +1,6 @@
 """Runs in an environment that has TokenSpeed: every parameter of every rank, by its own loader and through relayout.
 
-`tokenspeed_classes JOBS.json [--stand-in-kernels]`: one process is all ranks, one after the other. Prints a line of
+`tokenspeed_classes JOBS.json [--stub-kernels]`: one process is all ranks, one after the other. Prints a line of
 JSON for each job. TokenSpeed's kernels need a GPU when they are imported, so another module stands in for each of
 theirs: classes are built and loaded by TokenSpeed's own code, and nothing is computed.
 """
@@ -29,7 +29,7 @@ _PLATFORM = "tokenspeed_kernel.platform"
 """The module that TokenSpeed asks for the GPU."""
 
 
-class StandIns(MetaPathFinder, Loader):
+class Stubs(MetaPathFinder, Loader):
     """Finds a module without contents for every name in the packages `OF_GPUS`."""
 
     def find_spec(self, fullname: str, path: Sequence[str] | None, target: ModuleType | None = None) -> Any:
@@ -38,7 +38,7 @@ class StandIns(MetaPathFinder, Loader):
 
     def create_module(self, spec: ModuleSpec) -> ModuleType:
         """Return the module."""
-        module = _StandIn(spec.name)
+        module = _Stub(spec.name)
         if spec.name == _PLATFORM:
             platform = MagicMock(arch_version=SimpleNamespace(major=10, minor=0), vendor="nvidia", is_nvidia=True)
             for name in ("amd", "npu", "hopper", "ampere", "cdna4", "cdna4_plus", "cdna5", "cdna5_plus"):
@@ -50,7 +50,7 @@ class StandIns(MetaPathFinder, Loader):
         """Do nothing: it has no code."""
 
 
-class _StandIn(ModuleType):
+class _Stub(ModuleType):
     """A module that has every name."""
 
     __path__: list[str] = []  # noqa: RUF012 (as import makes it)
@@ -125,9 +125,9 @@ def compare(job: Job, result: dict[str, Any]) -> None:
     result["whole_reads"], result["loads"] = reports.num_whole, reports.num_loads
 
 
-def stand_in() -> None:
+def stub() -> None:
     """Let TokenSpeed's classes be imported and built without a GPU."""
-    sys.meta_path.insert(0, StandIns())
+    sys.meta_path.insert(0, Stubs())
     torch.cuda.Event = torch.cuda.Stream = MagicMock  # type: ignore[misc]
     from tokenspeed.runtime.distributed.process_group_manager import process_group_manager
     from tokenspeed.runtime.layers import rotary_embedding
@@ -137,7 +137,7 @@ def stand_in() -> None:
 
 
 def main() -> None:
-    stand_in()
+    stub()
     from tokenspeed.runtime.plugins import ensure_loaded
 
     ensure_loaded()

@@ -1,8 +1,8 @@
 """Runs in an environment that has vLLM: every parameter of every rank, by vLLM's own loader and through relayout.
 
-`vllm_classes JOBS.json [--stand-in-kernels | --stand-in-devices]`: one process is all ranks, one after the other: a
-stand-in takes the place of vLLM's groups of processes. Prints a line of JSON for each job. With --stand-in-devices,
-each job is a fork, with the stand-ins of an observation.
+`vllm_classes JOBS.json [--stub-kernels | --stub-devices]`: one process is all ranks, one after the other: a
+stub takes the place of vLLM's groups of processes. Prints a line of JSON for each job. With --stub-devices,
+each job is a fork, with the stubs of an observation.
 """
 
 from __future__ import annotations
@@ -17,10 +17,10 @@ from typing import Any
 import torch
 
 from engines.comparing.jobs import Job, Tensors, held, in_forks, note_differences, run_jobs
-from relayout.engines.unwritten import Marks, unwritten
+from relayout.engines.unwritten import Sentinels, unwritten
 from relayout.observe import vllm
 from relayout.observe.ranks import ObservationJob
-from relayout.observe.stand_ins import StandInGroup, Unpinned, fake_rank, stand_in_kernels, stand_in_tokenizers
+from relayout.observe.stubs import StubGroup, Unpinned, fake_rank, stub_kernels, stub_tokenizers
 from relayout.observe.vllm import draft_config
 
 TIMEOUT_S = 900
@@ -63,7 +63,7 @@ def load(config: Any, model_config: Any) -> tuple[Any, Any]:
     dtype = set_default_torch_dtype(model_config.dtype)
     with set_current_vllm_config(config), dtype, torch.device("cpu"), Unpinned():
         loader = get_model_loader(config.load_config)
-        with Marks(), stand_in_tokenizers():  # Around vLLM's own loads, too.
+        with Sentinels(), stub_tokenizers():  # Around vLLM's own loads, too.
             model = loader.create_model(vllm_config=config, model_config=model_config)
         loader.load_weights(model, model_config)
     return model, getattr(getattr(loader, "load", None), "delivery", None)
@@ -105,13 +105,13 @@ def load_rank(job: Job, rank: int, config: Any, model_config: Any) -> tuple[Any,
     config.parallel_config.rank = rank % job.tp if job.replicas > 1 else rank
     config.parallel_config.data_parallel_rank = rank // job.tp if job.replicas > 1 else 0
     if job.stages > 1:  # There are no processes for them.
-        parallel_state._PP = StandInGroup(rank // job.tp, job.stages)
+        parallel_state._PP = StubGroup(rank // job.tp, job.stages)
         config.parallel_config.pipeline_parallel_size = job.stages
     return load(config, model_config)
 
 
 def compare_on_device(job: Job, result: dict[str, Any]) -> None:
-    """Load every rank both ways, with the stand-ins for a GPU that an observation has."""
+    """Load every rank both ways, with the stubs for a GPU that an observation has."""
     vllm.configuration(ObservationJob("vllm", job.source, [], job.tp, job.expert, trust_remote_code=True))
     compare(job, result)
 
@@ -131,14 +131,14 @@ def import_classes(configs: list[dict[str, Any]]) -> None:
 
 
 def main() -> None:
-    if "--stand-in-devices" in sys.argv:
+    if "--stub-devices" in sys.argv:
         torch.set_num_threads(1)  # A fork of a process with threads may wait for them forever.
         sources = {job["source"] for job in json.loads(Path(sys.argv[1]).read_text())}
         import_classes([json.loads(Path(source, "config.json").read_text()) for source in sources])
         run_jobs(in_forks(compare_on_device, TIMEOUT_S))
         return
-    if "--stand-in-kernels" in sys.argv:
-        stand_in_kernels()
+    if "--stub-kernels" in sys.argv:
+        stub_kernels()
         from vllm.model_executor.layers.quantization.auto_awq import AutoAWQConfig
 
         AutoAWQConfig.get_min_capability = lambda: -1

@@ -1,6 +1,6 @@
 """Runs in an environment that has vLLM: one update of a live model of its classes, and what vLLM's own reload makes.
 
-`vllm_live JOBS.json [--stand-in-kernels]`: one process is all ranks, one after the other. `source` of a job is a folder
+`vllm_live JOBS.json [--stub-kernels]`: one process is all ranks, one after the other. `source` of a job is a folder
 with `model-0`, `model-1`, `step-0` and `delta-1`. Prints a line of JSON for each, with the outcome:
 
 - `equal`: all tensors of all modules are those of vLLM's own load of `model-1`;
@@ -21,11 +21,11 @@ from vllm.config import set_current_vllm_config
 from vllm.model_executor.models import registry
 
 from engines.comparing.jobs import Job, Tensors, run_jobs
-from engines.comparing.vllm_updates import MEMORY, everything, loaded, stand_in_quantization
+from engines.comparing.vllm_updates import MEMORY, everything, loaded, stub_quantization
 from relayout.errors import RelayoutError
 from relayout.live.vllm_reload import rehearse, reload
 from relayout.live.vllm_updates import LIVE
-from relayout.observe.stand_ins import Unpinned, fake_rank
+from relayout.observe.stubs import Unpinned, fake_rank
 
 _PARTS = ("impl", "quant_method", "kernel", "scheme", "moe_kernel", "fused_experts")
 """Objects of modules that have tensors, too."""
@@ -162,8 +162,8 @@ def _amx_kernel() -> Any:
 def main() -> None:
     torch.accelerator.empty_cache = lambda: None  # As vLLM's worker for CPUs does.
     registry._run_in_subprocess = lambda inspect: inspect()  # Another process for each class takes most of the time.
-    if "--stand-in-kernels" in sys.argv:
-        stand_in_quantization()
+    if "--stub-kernels" in sys.argv:
+        stub_quantization()
     run_jobs(compare)
 
 

@@ -17,7 +17,7 @@ import torch
 
 from engines.comparing.jobs import Job, Tensors, held, note_differences, run_jobs
 from engines.comparing.vllm_classes import load_rank, setup
-from relayout.observe.stand_ins import Unpinned, fake_rank
+from relayout.observe.stubs import Unpinned, fake_rank
 
 
 def load(config: Any, rank: int) -> tuple[torch.nn.Module, str]:

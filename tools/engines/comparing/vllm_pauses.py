@@ -25,7 +25,7 @@ from engines.comparing.jobs import Job
 from engines.comparing.vllm_updates import MEMORY, leave_unpacked, loaded
 from relayout.live.vllm_reload import rehearse, reload
 from relayout.live.vllm_updates import LIVE
-from relayout.observe.stand_ins import Unpinned, fake_rank
+from relayout.observe.stubs import Unpinned, fake_rank
 
 
 def main() -> None:
@@ -73,7 +73,7 @@ def main() -> None:
         "nbytes_with_views": sum(sizes[name] for name in views),
         "nbytes_loaded_again": sum(sizes.get(name, 0) for name in again),
         "delta_nbytes": sum(path.stat().st_size for path in (root / "delta-1").glob("*.delta")),
-        "proven": found.proven,
+        "verified": found.verified,
         "peak_mib": resource.getrusage(resource.RUSAGE_SELF).ru_maxrss // 2**10,
     }
     print("RESULT", json.dumps(result), flush=True)

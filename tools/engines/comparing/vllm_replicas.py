@@ -22,7 +22,7 @@ from engines.comparing.jobs import Job, held, note_differences, nothing_found
 from engines.comparing.vllm_classes import configuration, load
 from engines.comparing.vllm_updates import everything
 from relayout.errors import PlanError
-from relayout.observe.stand_ins import Unpinned
+from relayout.observe.stubs import Unpinned
 
 NUM_REPLICAS = 2
 
@@ -117,7 +117,7 @@ def _update(configured: Callable[..., Any], steps: Path, rank: int) -> dict[str,
         attested = made.attest()
     _, fresh = loaded(steps / "step-1")
     note_differences(seen, rank, everything(fresh), everything(model))
-    state = {"proven": attested["proven"], "unproven": len(attested["unproven"])}
+    state = {"verified": attested["verified"], "unverified": len(attested["unverified"])}
     return seen | state | {"difference": attested["difference"], "content": made.state()["content"]}
 
 

@@ -1,7 +1,7 @@
 """Runs in an environment that has vLLM: updates through its own worker for GPUs and each of its two model runners.
 
 `vllm_runners JOBS.json`: `source` of a job is a folder with `step-0` and deltas, for one rank. Worker, runners and the
-allocator of the sleep mode are vLLM's own classes; attributes that only a GPU fills are stand-ins. Prints a line of
+allocator of the sleep mode are vLLM's own classes; attributes that only a GPU fills are stubs. Prints a line of
 JSON for each job, with whether each statement below holds, for each runner.
 """
 
@@ -26,7 +26,7 @@ from vllm.v1.worker.gpu_worker import Worker
 from engines.comparing.jobs import Job, run_jobs
 from engines.comparing.vllm_updates import everything, loaded
 from relayout.live.vllm_updates import LIVE, register
-from relayout.observe.stand_ins import Unpinned, fake_rank
+from relayout.observe.stubs import Unpinned, fake_rank
 
 RUNNERS: dict[str, Any] = {"V1": GPUModelRunnerV1, "V2": GPUModelRunnerV2}
 

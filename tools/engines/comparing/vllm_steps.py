@@ -36,7 +36,7 @@ from engines.comparing.jobs import Job, note_differences, nothing_found
 from engines.comparing.vllm_updates import MEMORY, everything, leave_unpacked, loaded
 from relayout.live.vllm_reload import rehearse, reload
 from relayout.live.vllm_updates import LIVE
-from relayout.observe.stand_ins import Unpinned, fake_rank
+from relayout.observe.stubs import Unpinned, fake_rank
 
 NUM_SAMPLES = 20
 SLOW, KEEP = 15, 20
@@ -87,7 +87,7 @@ class Engine:
         """Compare all parameters with those of another model, and let them prove themselves."""
         for rank, (_, model) in enumerate(self._ranks):
             attested = _live(model).attest()
-            result["proven"] += attested.proven
+            result["verified"] += attested.verified
             if attested.difference is not None:
                 result["different"].append(f"attested, rank {rank}: {attested.difference}")
             note_differences(result, rank, fresh[rank], everything(model))
@@ -160,7 +160,7 @@ def train(folder: Path, tp: int, num_steps: int) -> dict[str, Any]:
     """Publish steps and let all engines follow; what was found."""
     training, chance = Training(folder, tp), random.Random(1)
     engines = {name: Engine(training.root, tp) for name in ("each", "slow", "away")}
-    result: dict[str, Any] = nothing_found() | {"proven": 0, "samples": []}
+    result: dict[str, Any] = nothing_found() | {"verified": 0, "samples": []}
     mib, files, nbytes = [], [], []
     every = max(1, num_steps // NUM_SAMPLES)
     kills = {round(num_steps * (number + 0.6) / (NUM_KILLS + 1)) for number in range(NUM_KILLS)}

@@ -1,6 +1,6 @@
 """Runs in an environment that has vLLM: models of its own classes whose weights change, beside models loaded anew.
 
-`vllm_updates JOBS.json [--unpacked] [--stand-in-kernels]`: one process is all ranks, one after the other. `source` and
+`vllm_updates JOBS.json [--unpacked] [--stub-kernels]`: one process is all ranks, one after the other. `source` and
 `converted` of a job are a folder with `step-0`, `step-1` ... and the deltas between them. Prints a line of JSON for
 each: which slices have views, which modules vLLM loads again, what differs after the last delta, and whether one wrong
 bit is found.
@@ -24,7 +24,7 @@ from engines.comparing.jobs import Job, Tensors, note_differences, run_jobs
 from engines.comparing.vllm_classes import configuration
 from relayout.live.vllm_reload import rehearse, reload
 from relayout.live.vllm_updates import FORMAT, LIVE
-from relayout.observe.stand_ins import StandInGroup, Unpinned, fake_rank, stand_in_kernels
+from relayout.observe.stubs import StubGroup, Unpinned, fake_rank, stub_kernels
 
 MEMORY = 2**32
 
@@ -51,7 +51,7 @@ def compare(job: Job, result: dict[str, Any]) -> None:
             live.rehearse(staged, model, partial(rehearse, model))
             live.commit(staged, partial(reload, model, config.model_config))
         attested = live.attest()
-        result["proven"], result["attested"] = attested.proven, attested.difference
+        result["verified"], result["attested"] = attested.verified, attested.difference
         _, fresh = loaded(job, root / f"step-{len(deltas)}", rank)
         note_differences(result, rank, everything(fresh), everything(model))
         if views:
@@ -66,7 +66,7 @@ def loaded(job: Job, folder: Path, rank: int) -> tuple[Any, Any]:
     config.weight_transfer_config = WeightTransferConfig(backend=FORMAT)
     config.parallel_config.rank = rank
     if job.stages > 1:  # There are no processes for them.
-        parallel_state._PP = StandInGroup(rank // job.tp, job.stages)
+        parallel_state._PP = StubGroup(rank // job.tp, job.stages)
         config.parallel_config.pipeline_parallel_size = job.stages
     config.compilation_config.static_forward_context.clear()
     torch.manual_seed(0)
@@ -115,8 +115,8 @@ def main() -> None:
     torch.accelerator.empty_cache = lambda: None  # As vLLM's worker for CPUs does.
     if "--unpacked" in sys.argv:
         leave_unpacked()
-    if "--stand-in-kernels" in sys.argv:
-        stand_in_quantization()
+    if "--stub-kernels" in sys.argv:
+        stub_quantization()
     run_jobs(compare)
 
 
@@ -129,13 +129,13 @@ def leave_unpacked() -> None:
     layers.check_cpu_sgl_kernel = lambda *arguments: False
 
 
-def stand_in_quantization() -> None:
+def stub_quantization() -> None:
     """Let vLLM make quantized weights ready where it has no kernels for them: nothing computes with them here."""
     import vllm._custom_ops as operations
     from vllm.model_executor.layers.fused_moe.oracle import mxfp4
 
-    stand_in_kernels()
-    made = MagicMock(__name__="stand_in")
+    stub_kernels()
+    made = MagicMock(__name__="stub")
     chosen = (mxfp4.Mxfp4MoeBackend.EMULATION, made)
     replaced = {"select_mxfp4_moe_backend": lambda *_, **__: chosen, "make_mxfp4_moe_kernel": lambda *_, **__: made}
     for module in [one for name, one in sys.modules.items() if name.startswith("vllm.")]:

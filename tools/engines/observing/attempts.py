@@ -47,12 +47,12 @@ class VllmLoads:
     """vLLM's class for a folder, on one rank."""
 
     def __init__(self, folder: Path) -> None:
-        from relayout.observe import stand_ins, vllm
+        from relayout.observe import stubs, vllm
 
         self._vllm = vllm
         job = ObservationJob("vllm", str(folder), [], 1, trust_remote_code=True)
         self._config = vllm.configuration(job)
-        stand_ins.fake_rank(0, 1, False)
+        stubs.fake_rank(0, 1, False)
 
     def build(self) -> torch.nn.Module:
         """Build the class."""
@@ -70,11 +70,11 @@ class SglangLoads:
     def __init__(self, folder: Path) -> None:
         from sglang.srt.configs.model_config import ModelConfig
 
-        from relayout.observe import sglang, sglang_stand_ins
+        from relayout.observe import sglang, sglang_stubs
 
         self._sglang = sglang
         config = sglang.configuration(ObservationJob("sglang", str(folder), [], 1, trust_remote_code=True))
-        sglang_stand_ins.start_rank(config, 0)
+        sglang_stubs.start_rank(config, 0)
         self._model_config = ModelConfig.from_server_args(config)
 
     def build(self) -> torch.nn.Module:

@@ -31,7 +31,7 @@ what ranks hold more than once at TP 4, of the bytes of the source. *Plan*: the 
 makes is the same, too; no vLLM is needed for it. *only observed*: there is none, `--plan vllm` is the way. Small
 checkpoints are made of a configuration's defaults, with small numbers; where that fails, nothing is known of the
 architecture itself. *As X*: made by X of transformers, which has its names. What vLLM builds or looks for on a GPU
-only, such as kernels and some backends of attention, is replaced by stand-ins, which do not touch parameters.
+only, such as kernels and some backends of attention, is replaced by stubs, which do not touch parameters.
 
 """
 
@@ -75,8 +75,8 @@ def render(results: Sequence[Found], builtin: Mapping[str, Found], versions: Map
             f"## {section.capitalize()}: {len(same)} of {len(made)} architectures the same ({len(modules)} modules)\n\n"
         )
         text += _PARTS if section == "multimodal" else ""
-        proven = sum(_is_proven(builtin.get(result["architecture"], {})) for result in same)
-        text += f"{proven} of them by a built-in plan.\n\n"
+        verified = sum(_is_proven(builtin.get(result["architecture"], {})) for result in same)
+        text += f"{verified} of them by a built-in plan.\n\n"
         text += "| architecture | module | parameters at TP 2, 4 | replicated | plan |\n|---|---|---|---|---|\n"
         for result in same:
             degrees = result["degrees"]

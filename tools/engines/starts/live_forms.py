@@ -90,8 +90,8 @@ def update_forms(environment: Environment, work: Path, only: str) -> Iterator[tu
             jobs.append({**job, "keeps_kv_b": case.keeps_kv_b, "settings": settings})
         found = _outcomes(environment, work, jobs)
         failed = [job for job in jobs if found[job["name"]]["outcome"] == "not loaded" and is_quantized(job["name"])]
-        for name, outcome in _outcomes(environment, work, failed, "--stand-in-kernels").items() if failed else ():
-            found[name] = {**outcome, "kernels": "stand-ins"}
+        for name, outcome in _outcomes(environment, work, failed, "--stub-kernels").items() if failed else ():
+            found[name] = {**outcome, "kernels": "stubs"}
         for case in batch:
             yield f"forms, {case.name}", found[case.name]
 

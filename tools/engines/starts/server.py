@@ -18,7 +18,7 @@ from typing import Any
 from urllib.error import HTTPError, URLError
 from urllib.request import Request, urlopen
 
-from support.conversions import stock_tensors
+from support.conversions import reference_tensors
 from support.updates_worker import TP, write_steps
 
 import relayout
@@ -43,7 +43,7 @@ def serve(environment: Environment, work: Path, only: str) -> Iterator[tuple[str
         write_steps(source_of(family, work, wide=True), root, 2)
         publisher = relayout.Publisher(root / "root", config=root / "model-0", tp=TP)
         for step in range(3):
-            publisher.publish(stock_tensors(root / f"model-{step}"), step)
+            publisher.publish(reference_tensors(root / f"model-{step}"), step)
         fresh = []
         for step in range(3):
             with running(environment, root / f"model-{step}", root / f"fresh-{step}.log") as server:

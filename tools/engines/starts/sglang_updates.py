@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from safetensors.torch import load_file, save_file
-from support.conversions import stock_tensors
+from support.conversions import reference_tensors
 from support.updates_worker import TP, write_steps
 
 import relayout
@@ -50,7 +50,7 @@ def _write(family: str, root: Path, work: Path) -> None:
     relayout.convert(source_of("qwen3", work), root / "other-model", tp=TP)
     publisher = relayout.Publisher(root / "root", config=root / "model-0", tp=TP)
     for step in range(3):
-        publisher.publish(stock_tensors(root / f"model-{step}"), 10 + step)
+        publisher.publish(reference_tensors(root / f"model-{step}"), 10 + step)
     for name in ("lacks", "truncated"):
         shutil.copytree(root / "model-1", root / name)
     _leave_out(root / "lacks")
@@ -68,7 +68,7 @@ def _leave_out(folder: Path) -> None:
 
 def _divide(folder: Path) -> None:
     """Put the tensors of a checkpoint into two files, of which the second is cut off."""
-    tensors = stock_tensors(folder)
+    tensors = reference_tensors(folder)
     for file in folder.glob("*.safetensors*"):
         file.unlink()
     names = sorted(tensors)

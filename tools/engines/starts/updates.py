@@ -37,7 +37,7 @@ IN_STAGES = ("llama", "qwen3_moe")
 NUM_MANY = 1000
 _FOLLOWING = {"llama": 2, "qwen3_moe": 1}
 """Models whose steps are followed, and their ranks."""
-_KEPT = ("different", "error", "views", "loaded_again", "nbytes", "proven", "attested", "wrong_bit_found")
+_KEPT = ("different", "error", "views", "loaded_again", "nbytes", "verified", "attested", "wrong_bit_found")
 UPDATED = ("llama", "qwen3_moe")
 NUM_STEPS = 20
 _SETTINGS: dict[str, Any] = {"tensor_parallel_size": TP}
@@ -103,7 +103,7 @@ def _classes(environment: Environment, work: Path, only: str) -> Iterator[tuple[
             jobs = work / "updates.json"
             job = {"name": family, "source": str(root), "converted": str(root), "tp": TP, "stages": stages}
             jobs.write_text(json.dumps([job]))
-            options = ["--unpacked"] * unpacked + ["--stand-in-kernels"] * (family in FORMS or "mxfp4" in family)
+            options = ["--unpacked"] * unpacked + ["--stub-kernels"] * (family in FORMS or "mxfp4" in family)
             found = environment.result(work, "comparing.vllm_updates", jobs, *options)
             form = ", unpacked" * unpacked + f", {stages} stages" * (stages > 1)
             yield f"classes, {family}{form}", {key: found[key] for key in _KEPT if key in found}
@@ -142,7 +142,8 @@ def _attest(environment: Environment, work: Path) -> dict[str, Any]:
     found = [one["attested"] for one in said["updates"]]
     return {
         state: [
-            {key: rank[key] for key in ("proven", "difference")} | {"unproven": len(rank["unproven"])} for rank in ranks
+            {key: rank[key] for key in ("verified", "difference")} | {"unverified": len(rank["unverified"])}
+            for rank in ranks
         ]
         for state, ranks in zip(states, found, strict=True)
     }

@@ -1,4 +1,4 @@
-"""relayout.checkpoint.steps: the way to a step, and what happens if it is gone while it is used."""
+"""relayout.checkpoint.step_chain: the way to a step, and what happens if it is gone while it is used."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from itertools import count
 
 import pytest
 
-from relayout.checkpoint.steps import follow
+from relayout.checkpoint.step_chain import follow
 from relayout.errors import FormatError, PlanError
 
 Way = str | None

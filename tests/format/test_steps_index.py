@@ -16,13 +16,13 @@ from hypothesis import strategies as st
 from support.steps import closed_index
 
 from relayout.errors import FormatError, PlanError
-from relayout.format.steps import (
+from relayout.format.steps_index import (
     DELTA,
     FULL,
     Chain,
     PublishedStep,
     Retention,
-    Retired,
+    RetiredName,
     StepsIndex,
     Stored,
     parse_steps,
@@ -196,7 +196,7 @@ def test_a_root_without_steps_has_no_chain_and_one_with_others_says_which_it_has
 
 
 def test_what_was_retired_in_the_future_is_retired_now() -> None:
-    index = StepsIndex(retired=(Retired("full-000000001-00000001", 9), Retired("full-000000001-00000002", 6)))
+    index = StepsIndex(retired=(RetiredName("full-000000001-00000001", 9), RetiredName("full-000000001-00000002", 6)))
     assert [one.since for one in index.announced([], 7, 60).retired] == [7, 6]
 
 

@@ -41,7 +41,7 @@ _ESCAPE = re.compile(r"\\(.)")
 _ESCAPED = {"n": "\n", "r": "\r", "\\": "\\"}
 
 
-def known_digests(folder: Store, names: Iterable[str]) -> list[FileDigest]:
+def recorded_digests(folder: Store, names: Iterable[str]) -> list[FileDigest]:
     """Find the digests that a folder's own files and links contain, without a signature. Reads no weights.
 
     Args:

@@ -12,11 +12,11 @@ from typing import TypeVar
 from relayout.checkpoint.converted import CONVERTED
 from relayout.checkpoint.delta import DELTA_OUTPUT
 from relayout.checkpoint.folder import CONFIG_NAME, SINGLE_NAME
-from relayout.checkpoint.steps import follow, no_steps, read_steps
+from relayout.checkpoint.step_chain import follow, no_steps, read_steps
 from relayout.core.arguments import path_text
 from relayout.errors import PlanError, RelayoutError
 from relayout.format.index import HUB_INDEX_NAME, MANIFEST_NAME
-from relayout.format.steps import (
+from relayout.format.steps_index import (
     FULL,
     MAX_STEPS_NBYTES,
     STEPS_NAME,
@@ -30,7 +30,7 @@ Result = TypeVar("Result")
 
 
 @dataclass(frozen=True, slots=True)
-class Root:
+class StepRepository:
     """The location of a step repository."""
 
     location: str
@@ -39,10 +39,10 @@ class Root:
     """When this process first saw names as retired, by its monotonic clock, in seconds."""
 
     @staticmethod
-    def at(path: str | os.PathLike[str]) -> Root:
+    def at(path: str | os.PathLike[str]) -> StepRepository:
         """Return the repository at a path or URL, without a slash at the end."""
         text = path_text(path, "root")
-        return Root(text.rstrip("/") or text)
+        return StepRepository(text.rstrip("/") or text)
 
     def __str__(self) -> str:
         return self.location

@@ -15,7 +15,7 @@ from typing import Any
 
 from relayout.errors import FormatError, PlanError, about, shown
 from relayout.format.fields import Fields, parse_object
-from relayout.format.manifest import check_self_digest, closed, proof_field
+from relayout.format.manifest import blake3_field, check_self_digest, closed
 
 STEPS_NAME = "steps.json"
 MAX_STEPS_NBYTES = 2**26
@@ -76,7 +76,7 @@ class PublishedStep:
 
 
 @dataclass(frozen=True, slots=True)
-class Retired:
+class RetiredName:
     """A name that no entry contains any more, but that readers of an older index may still read."""
 
     name: str
@@ -133,7 +133,7 @@ class StepsIndex:
     entries: tuple[PublishedStep, ...] = ()
     pending: tuple[str, ...] = ()
     """Names that a publisher is writing now, or was writing when it was killed."""
-    retired: tuple[Retired, ...] = ()
+    retired: tuple[RetiredName, ...] = ()
     grace_seconds: int = GRACE_SECONDS
     """Seconds for which retired names are kept: the time that a reader of an older index has to read them."""
 
@@ -160,8 +160,8 @@ class StepsIndex:
             grace_seconds: of the publisher, from now on.
         """
         pending = tuple(names)
-        left = tuple(Retired(name, now) for name in self.pending if name not in pending)
-        before = tuple(Retired(one.name, min(one.since, now)) for one in self.retired)
+        left = tuple(RetiredName(name, now) for name in self.pending if name not in pending)
+        before = tuple(RetiredName(one.name, min(one.since, now)) for one in self.retired)
         return replace(self, pending=pending, retired=(*before, *left), grace_seconds=grace_seconds)
 
     def published(self, entry: PublishedStep, retention: Retention) -> StepsIndex:
@@ -171,12 +171,12 @@ class StepsIndex:
         # No reader is known to have the content before the first entry.
         after = replace(self, entries=(replace(entries[0], delta=None), *entries[1:]), pending=(), retired=())
         left = {*self.names, *self.pending, *StepsIndex(entries).names} - after.names
-        return replace(after, retired=(*self.retired, *(Retired(name, entry.time) for name in sorted(left))))
+        return replace(after, retired=(*self.retired, *(RetiredName(name, entry.time) for name in sorted(left))))
 
     def abandoned(self, names: Iterable[str], now: int) -> StepsIndex:
         """Return the index after retiring names that it had dropped, but under which files were still written."""
         known = self.names.union(self.pending, (one.name for one in self.retired))
-        return replace(self, retired=(*self.retired, *(Retired(name, now) for name in names if name not in known)))
+        return replace(self, retired=(*self.retired, *(RetiredName(name, now) for name in names if name not in known)))
 
     def without(self, names: Iterable[str]) -> StepsIndex:
         """Return the index without these retired names, after their files were deleted."""
@@ -268,7 +268,7 @@ def parse_steps(blob: bytes, where: str) -> StepsIndex:
     entries = tuple(_parse_entry(Fields(entry, where)) for entry in top.column("steps", dict))
     retired = [Fields(one, where) for one in top.column("retired", dict)]
     pending = tuple(top.column("pending", str))
-    gone = tuple(Retired(one.text("name"), one.size("since")) for one in retired)
+    gone = tuple(RetiredName(one.text("name"), one.size("since")) for one in retired)
     names = [one.name for entry in entries for one in entry.stored]
     names += [*pending, *(one.name for one in gone)]
     for name in names:
@@ -288,7 +288,7 @@ def _parse_entry(fields: Fields) -> PublishedStep:
     full, delta = (
         _parse_stored(fields.object_or_null(kind), f"{kind}-{step:09d}-", fields.where) for kind in (FULL, DELTA)
     )
-    return PublishedStep(step, proof_field(fields, "content"), full, delta, fields.size("time"))
+    return PublishedStep(step, blake3_field(fields, "content"), full, delta, fields.size("time"))
 
 
 def _parse_stored(value: Mapping[str, Any] | None, start: str, where: str | None) -> Stored | None:

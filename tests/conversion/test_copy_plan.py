@@ -1,4 +1,4 @@
-"""relayout.conversion.steps: steps carried out in memory by numpy give each rank what numpy slicing gives."""
+"""relayout.conversion.copy_plan: steps carried out in memory by numpy give each rank what numpy slicing gives."""
 
 from __future__ import annotations
 
@@ -19,8 +19,8 @@ from support.bits import pattern
 from support.planning import all_slices, conversion_of, plan_of
 
 from relayout.checkpoint.source import SourceCheckpoint, SourceFile, SourceTensor
+from relayout.conversion.copy_plan import CopyPlan, CopyStep
 from relayout.conversion.layout import Conversion, Layout
-from relayout.conversion.steps import CopyPlan, Step
 from relayout.core.extents import Extent, Transfer
 from relayout.core.slices import BITS, NOT_HELD, WHOLE, Range, Slice
 from relayout.plans.plan import Plan
@@ -104,7 +104,7 @@ class Execution:
         self.chunks: dict[int, list[int]] = defaultdict(list)
         """Of each tensor: where in it the steps begin, in their order."""
 
-    def run(self, step: Step) -> None:
+    def run(self, step: CopyStep) -> None:
         tensors = self.source.source.tensors
         readable = self._readable(step)
         covered = dict(step.tensors)
@@ -139,7 +139,7 @@ class Execution:
                 self.times_written[target.file][window] += 1
                 self.writes[target.file].append(target.offset)
 
-    def _readable(self, step: Step) -> list[Array]:
+    def _readable(self, step: CopyStep) -> list[Array]:
         """Which bytes of each file the step's requests bring, blocks of it that overlap nowhere."""
         readable = [np.zeros(len(file), bool) for file in self.source.files]
         for one in step.ranges:
@@ -282,7 +282,7 @@ def test_the_steps_put_every_byte_where_it_belongs_just_once(
     )
 
 
-def steps_of(source: Checkpoint, **sizes: int) -> Iterator[Step]:
+def steps_of(source: Checkpoint, **sizes: int) -> Iterator[CopyStep]:
     conversion = conversion_of(source.source, source.plan, 512)
     return CopyPlan(conversion, **sizes).steps(0)
 

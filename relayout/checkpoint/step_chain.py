@@ -6,9 +6,9 @@ from collections.abc import Callable
 from typing import TypeVar
 
 from relayout.checkpoint.folder import explain_missing
-from relayout.checkpoint.trust import check_place
+from relayout.checkpoint.trust import check_signers
 from relayout.errors import PlanError, RelayoutError
-from relayout.format.steps import MAX_STEPS_NBYTES, STEPS_NAME, Chain, StepsIndex, parse_steps
+from relayout.format.steps_index import MAX_STEPS_NBYTES, STEPS_NAME, Chain, StepsIndex, parse_steps
 from relayout.storage.stores import Kind, Store, find_input, if_there
 
 _Way = TypeVar("_Way")
@@ -27,7 +27,7 @@ def steps_at(path: str) -> StepsIndex | None:
     A policy (RELAYOUT_TRUST) must have a signer for the path. The index itself is not signed, but the steps it names
     are.
     """
-    check_place(path)
+    check_signers(path)
     found = read_steps(find_input(path))
     return None if found is None else found[0]
 
@@ -37,7 +37,7 @@ def names_of_chain(chain: Chain) -> tuple[str, ...]:
     return (*([] if chain.full is None else [chain.full]), *chain.deltas)
 
 
-def way_to(path: str, have: str | None, step: int | None) -> tuple[str, ...] | None:
+def chain_to(path: str, have: str | None, step: int | None) -> tuple[str, ...] | None:
     """Return the sources that lead a reader to a step; empty if the reader has that step.
 
     Args:

@@ -12,7 +12,7 @@ from support.holes import has_holes
 from support.loader_fixtures import MIB, assert_equal, mlp_model
 
 import relayout
-from relayout.checkpoint.converted import Proven, proof_of, read_manifest
+from relayout.checkpoint.converted import VerifiedFile, file_digests_of, read_manifest
 from relayout.core.extents import Extent
 from relayout.errors import FormatError
 from relayout.loader.backends.cuda import offer_gds
@@ -59,7 +59,7 @@ def test_a_load_at_another_degree_is_verified(pristine: Path, folder: Path, kind
 def test_reads_anywhere_give_the_bytes_of_the_file(folder: Path) -> None:
     store, manifest = find_input(folder), read_manifest(find_input(folder))
     file, blob = manifest.files[0], (folder / manifest.files[0].name).read_bytes()
-    opened = Proven(store.open(file.name), proof_of(store, manifest, 0, with_header=True), file.name)
+    opened = VerifiedFile(store.open(file.name), file_digests_of(store, manifest, 0, with_header=True), file.name)
     start, chunk = file.data_start, manifest.chunk_nbytes
     for offset, end in (
         (0, 9),
@@ -76,7 +76,7 @@ def test_reads_anywhere_give_the_bytes_of_the_file(folder: Path) -> None:
 
 def test_a_backend_that_does_not_show_bytes_to_the_host_refuses_to_prove_them(folder: Path) -> None:
     manifest = read_manifest(find_input(folder))
-    files = tuple(file.proven() for file in files_of(find_input(folder), manifest, [0]))
+    files = tuple(file.verified() for file in files_of(find_input(folder), manifest, [0]))
     refused = offer_gds("cuda:0", files, True)
     assert isinstance(refused, str)
     assert "use 'pinned' to verify" in refused
@@ -147,8 +147,8 @@ def test_parts_of_chunks_are_of_the_chunk_that_is_asked_for(folder: Path) -> Non
     file, stored = manifest.files[0], (folder / manifest.files[0].name).read_bytes()
     assert file.nbytes > file.data_start + 2 * manifest.chunk_nbytes
     with store.open(file.name) as opened:
-        proven = Proven(opened, proof_of(store, manifest, 0), file.name)
+        verified = VerifiedFile(opened, file_digests_of(store, manifest, 0), file.name)
         for chunk in (1, 0, 1, 0):
             offset, part = file.data_start + chunk * manifest.chunk_nbytes + 64, bytearray(256)
-            proven.read(offset, memoryview(part))
+            verified.read(offset, memoryview(part))
             assert part == stored[offset : offset + 256]

@@ -93,7 +93,7 @@ class Span:
 
 
 @dataclass(frozen=True, slots=True)
-class Step:
+class CopyStep:
     """One piece of work: read the ranges, fill the spans, write the spans."""
 
     ranges: tuple[SourceRange, ...]
@@ -138,7 +138,7 @@ class CopyPlan:
         self._places = [_places(conversion, holder) for holder in range(len(conversion.layout.holders))]
         """For each holder: the file that holds each tensor, and the absolute offset in that file."""
 
-    def steps(self, unit: int) -> Iterator[Step]:
+    def steps(self, unit: int) -> Iterator[CopyStep]:
         """Yield the steps of a unit."""
         batch: list[int] = []
         cost = 0
@@ -165,10 +165,10 @@ class CopyPlan:
         staged = sum(nbytes for _, nbytes, _, _ in self._held[self._cut[t]])
         return max(staged, self._tensors[t].extent.nbytes) + 2 * BLOCK
 
-    def _batch(self, batch: Sequence[int]) -> Step:
+    def _batch(self, batch: Sequence[int]) -> CopyStep:
         """Return the step of several small tensors."""
         covered = tuple(item for t in batch for item in self._covered(t))
-        return Step(
+        return CopyStep(
             join_ranges([_block_range(self._tensors[t].file, extent) for t, extent in covered]),
             tuple(span for rank in range(len(self._places)) for span in self._whole_slices(rank, batch)),
             covered,
@@ -208,7 +208,7 @@ class CopyPlan:
         if unstored:
             yield Span(unstored_nbytes, (), unstored)
 
-    def _large(self, t: int) -> Iterator[Step]:
+    def _large(self, t: int) -> Iterator[CopyStep]:
         """Yield the steps of one large tensor."""
         slices = self._cut[t].transfers
         length = _chunk_length([transfer for transfers in slices for transfer in transfers], self._chunk_nbytes)
@@ -219,9 +219,9 @@ class CopyPlan:
             if self.conversion.reads_whole(t):
                 yield from self._chunks(t, length, ())
             else:  # Bytes are missing: the tensor has no digest.
-                yield Step((), (), tuple(self._covered(t)))
+                yield CopyStep((), (), tuple(self._covered(t)))
 
-    def _chunks(self, t: int, length: int, slices: Sequence[Sequence[Transfer]]) -> Iterator[Step]:
+    def _chunks(self, t: int, length: int, slices: Sequence[Sequence[Transfer]]) -> Iterator[CopyStep]:
         """Yield steps that copy the tensor in the order of its source."""
         tensor = self._tensors[t]
         for piece in chain.from_iterable(split(extent, length) for extent in self._extents(t)):
@@ -232,9 +232,9 @@ class CopyPlan:
                     clipped = [run for part in clipped for run in part.runs()]
                 spans += [self._span(t, which, group) for group in _gapless(clipped)]
             extent = Extent(tensor.extent.offset + piece.offset, piece.nbytes)
-            yield Step((_block_range(tensor.file, extent),), tuple(spans), ((t, extent),))
+            yield CopyStep((_block_range(tensor.file, extent),), tuple(spans), ((t, extent),))
 
-    def _scattered(self, t: int, slices: Sequence[Sequence[Transfer]]) -> Iterator[Step]:
+    def _scattered(self, t: int, slices: Sequence[Sequence[Transfer]]) -> Iterator[CopyStep]:
         """Yield steps that copy the slices of a tensor side by side in their own order; shared bytes are read once."""
         tensor = self._tensors[t]
         share = align_up(max(1, self._chunk_nbytes // len(slices)), BLOCK)
@@ -243,7 +243,7 @@ class CopyPlan:
             spans = tuple(self._span(t, which, group) for which, group in enumerate(groups) if group)
             runs = [run for span in spans for piece in span.pieces for run in piece.transfers]
             ranges = (_block_range(tensor.file, Extent(tensor.extent.offset + run.source, run.nbytes)) for run in runs)
-            yield Step(join_ranges(ranges), spans, ())
+            yield CopyStep(join_ranges(ranges), spans, ())
 
     def _span(self, t: int, which: int, transfers: Sequence[Transfer]) -> Span:
         """Return the span of a gapless piece of one slice, with a target for each rank that holds the slice."""
@@ -361,7 +361,7 @@ class TensorDigests:
 
 
 @dataclass(frozen=True, slots=True)
-class Written:
+class WrittenDigests:
     """The digests of tensors and files that are written."""
 
     tensors: Mapping[int, TensorDigests] = field(default_factory=dict)
@@ -371,7 +371,7 @@ class Written:
 
 
 @dataclass(frozen=True, slots=True)
-class Loaded:
+class LoadedRanges:
     """Source ranges and their memory."""
 
     memory: memoryview
@@ -447,9 +447,9 @@ def _streams(tensor: CutTensor, *, with_source: bool) -> set[int]:
     return slices | {SOURCE} if with_source else slices
 
 
-def run_steps(
+def run_copy_steps(
     conversion: Conversion,
-    steps: Iterable[Step],
+    steps: Iterable[CopyStep],
     put: Callable[[Target, memoryview, int], None] | None,
     *,
     threads: int,
@@ -468,7 +468,7 @@ def run_steps(
     done: dict[int, TensorDigests] = {}
     hashes = TensorHashes(conversion, stop)
 
-    def work(buffers: tuple[Buffer, Buffer], step: Step) -> int:
+    def work(buffers: tuple[Buffer, Buffer], step: CopyStep) -> int:
         loaded = _read(step.ranges, inputs, buffers[0])
         staged = _stage(step.spans, source, loaded, buffers[1])
         if put is not None:
@@ -487,8 +487,8 @@ def run_steps(
     return done
 
 
-def _read(ranges: Sequence[SourceRange], inputs: OpenFiles[int, ReadableFile], buffer: Buffer) -> Loaded:
-    loaded = Loaded.place(ranges, buffer)
+def _read(ranges: Sequence[SourceRange], inputs: OpenFiles[int, ReadableFile], buffer: Buffer) -> LoadedRanges:
+    loaded = LoadedRanges.place(ranges, buffer)
     for source, position in zip(ranges, loaded.positions, strict=True):
         with inputs.use(source.file) as file:
             file.read(source.extent.offset, loaded.memory[position : position + source.extent.nbytes])
@@ -499,7 +499,7 @@ _Staged = tuple[Span, memoryview, int]
 """A span assembled in memory, and its offset from a page border."""
 
 
-def _stage(spans: Sequence[Span], source: SourceCheckpoint, loaded: Loaded, buffer: Buffer) -> list[_Staged]:
+def _stage(spans: Sequence[Span], source: SourceCheckpoint, loaded: LoadedRanges, buffer: Buffer) -> list[_Staged]:
     """Assemble the spans in memory, each at the address, modulo a block, of its first target's offset."""
     positions = []
     end = 0
@@ -520,7 +520,7 @@ def _stage(spans: Sequence[Span], source: SourceCheckpoint, loaded: Loaded, buff
 
 
 def _hashed(
-    step: Step, conversion: Conversion, loaded: Loaded, staged: Iterable[_Staged]
+    step: CopyStep, conversion: Conversion, loaded: LoadedRanges, staged: Iterable[_Staged]
 ) -> Iterator[tuple[int, int, int, memoryview]]:
     """Yield the bytes of a step that are hashed, for `TensorHashes.add`."""
     source = conversion.source

@@ -8,11 +8,11 @@ from types import ModuleType, SimpleNamespace
 import pytest
 import torch
 
-from relayout.observe.stand_ins import (
+from relayout.observe.stubs import (
     of_whole_groups,
-    stand_in_classes,
-    stand_in_inputs,
-    stand_in_quantization,
+    stub_classes,
+    stub_inputs,
+    stub_quantization,
     to_device_unless_meta,
     without_tokenizer,
 )
@@ -87,7 +87,7 @@ def test_a_package_that_chose_classes_for_a_cpu_has_those_for_gpus(monkeypatch: 
         module = ModuleType(name)
         vars(module).update(values)
         monkeypatch.setitem(sys.modules, name, module)
-    stand_in_classes(package)
+    stub_classes(package)
     chosen = vars(sys.modules[package])
     assert {name: chosen[name] for name in ("Model", "Draft", "Other")} == {
         "Model": "for GPUs", "Draft": "a draft", "Other": "for CPUs"
@@ -110,7 +110,7 @@ def test_a_class_takes_its_inputs_without_the_processor_of_them(monkeypatch: pyt
     for name in ("vllm", "vllm.config", module.__name__):
         monkeypatch.setitem(sys.modules, name, module)
     monkeypatch.setattr(ModelConfig, "_supports_multimodal_inputs", ModelConfig._supports_multimodal_inputs)
-    stand_in_inputs()
+    stub_inputs()
     assert ModelConfig()._supports_multimodal_inputs()
 
 
@@ -122,5 +122,5 @@ def test_deepseek_v41_has_its_own_quantization(
         module = ModuleType(f"vllm.models.{package}")
         vars(module)["DeepseekV4FP8Config"] = config
         monkeypatch.setitem(sys.modules, module.__name__, module)
-    stand_in_quantization(model_type)
+    stub_quantization(model_type)
     assert vars(sys.modules["vllm.models.deepseek_v4"])["DeepseekV4FP8Config"] == taken

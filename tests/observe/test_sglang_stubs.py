@@ -10,8 +10,8 @@ from types import ModuleType
 import pytest
 import torch
 
-from relayout.observe import sglang_stand_ins
-from relayout.observe.sglang_stand_ins import AtOnce, stand_in_functions, stand_in_rotary
+from relayout.observe import sglang_stubs
+from relayout.observe.sglang_stubs import AtOnce, stub_functions, stub_rotary
 
 
 def raising(_: int) -> int:
@@ -45,7 +45,7 @@ def test_functions_are_replaced_wherever_sglang_has_imported_them(monkeypatch: p
         monkeypatch.setitem(sys.modules, name, module)
     monkeypatch.setattr(concurrent.futures, "ThreadPoolExecutor", concurrent.futures.ThreadPoolExecutor)
     monkeypatch.setattr(torch.nn.Module, "to", torch.nn.Module.to)  # It is replaced, too.
-    stand_in_functions()
+    stub_functions()
     rope = modules["sglang.srt.models.odd"].get_rope(64, rotary_dim=32)
     assert isinstance(rope, torch.nn.Module)
     assert (rope.head_size, rope.rotary_dim) == (64, 32)
@@ -59,7 +59,7 @@ def test_sglang_finds_a_kernel_of_vllm_which_it_imports_only(monkeypatch: pytest
     for name in ("vllm", "vllm._custom_ops"):
         monkeypatch.delitem(sys.modules, name, raising=False)
         monkeypatch.setitem(sys.modules, name, ModuleType(name))  # So that it is taken away again.
-    stand_in_rotary()
+    stub_rotary()
     from vllm._custom_ops import rotary_embedding
 
     assert rotary_embedding is None
@@ -68,6 +68,6 @@ def test_sglang_finds_a_kernel_of_vllm_which_it_imports_only(monkeypatch: pytest
 def test_a_checkpoint_in_nvfp4_has_kernels_and_all_else_is_this_platforms() -> None:
     platform = ModuleType("platform")
     platform.is_blackwell, platform.is_cuda = False, False  # type: ignore[attr-defined]
-    stood_in = sglang_stand_ins._Blackwell(lambda: platform)
+    stood_in = sglang_stubs._Blackwell(lambda: platform)
     assert stood_in.is_blackwell
     assert not stood_in.is_cuda

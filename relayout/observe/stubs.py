@@ -39,7 +39,7 @@ _LARGE = 2**14
 """Number of elements beyond which a new tensor has no memory. Smaller tensors are often used in computations."""
 
 
-class StandInGroup:
+class StubGroup:
     """A stub for a group of processes, with the members that building and loading a model needs: rank, world size."""
 
     def __init__(self, rank: int, world_size: int) -> None:
@@ -51,7 +51,7 @@ class StandInGroup:
         self.device = torch.device("cpu")
         self.device_group = self.cpu_group = SimpleNamespace(size=lambda: world_size, rank=lambda: rank)
         self.device_communicator = self.mq_broadcaster = None
-        self.unique_name = f"stand-in:{rank}"
+        self.unique_name = f"stub:{rank}"
 
     def all_reduce(self, tensor: Any) -> Any:
         return tensor
@@ -80,7 +80,7 @@ class AnyModule(ModuleType):
         return self._named
 
 
-def stand_in_modules() -> None:
+def stub_modules() -> None:
     """Make classes importable if their kernels are missing. Call this before vLLM looks up its classes."""
     for name in _OF_GPUS:
         try:
@@ -89,7 +89,7 @@ def stand_in_modules() -> None:
             sys.modules[name] = AnyModule(name)
 
 
-def stand_in_quantization(model_type: str | None) -> None:
+def stub_quantization(model_type: str | None) -> None:
     """Make DeepSeek V4.1 use its own FP8 configuration; without CUDA or ROCm vLLM would use that of V4.
 
     Call this before vLLM creates its configuration.
@@ -99,7 +99,7 @@ def stand_in_quantization(model_type: str | None) -> None:
         older.DeepseekV4FP8Config = own.DeepseekV4FP8Config
 
 
-def stand_in_inputs() -> None:
+def stub_inputs() -> None:
     """Make multimodal classes work without the processor of their inputs, and without the tokenizer that it needs.
 
     vLLM creates the processor only to check whether all kinds of inputs are disabled, which is never the case here.
@@ -110,7 +110,7 @@ def stand_in_inputs() -> None:
         config._supports_multimodal_inputs = _tried(asked, lambda self: self.is_multimodal_model, Exception)
 
 
-def stand_in_devices() -> None:
+def stub_devices() -> None:
     """Make GPU features available on a machine without a GPU: streams, events, sparse attention, kernels."""
     if torch.cuda.is_available():
         return
@@ -131,7 +131,7 @@ def stand_in_devices() -> None:
         default = lambda head_size, dtype, *_, **__: vision(head_size, dtype)  # noqa: E731
         type(platform).get_vit_attn_backend = staticmethod(_tried(vision, default, AssertionError))
     for package in filter(sys.modules.get, _CHOOSING):
-        stand_in_classes(package)
+        stub_classes(package)
     if workspace := _module("vllm.v1.worker.workspace"):
         workspace.init_workspace_manager(torch.device("cpu"))
     if importlib.util.find_spec("flashinfer") is None:
@@ -139,7 +139,7 @@ def stand_in_devices() -> None:
     for name, module in list(sys.modules.items()):
         if name.startswith("vllm.models.") and hasattr(module, "is_flash_attn_varlen_func_available"):
             vars(module)["is_flash_attn_varlen_func_available"] = lambda: True
-    _stand_in_triton()
+    _stub_triton()
     _replace("vllm.utils.torch_utils", "get_accelerator_view_from_cpu_tensor", lambda tensor: tensor)
     if experts := getattr(_module(f"{_LAYERS}.fused_moe.config"), "FusedMoEConfig", None):
         # Its last check is about the processor.
@@ -151,7 +151,7 @@ def stand_in_devices() -> None:
         backend.supports_alibi_sqrt = classmethod(lambda cls: True)  # Step 1 requires it.
 
 
-def _stand_in_triton() -> None:
+def _stub_triton() -> None:
     """Add members to vLLM's placeholder for Triton that some classes use at import."""
     utilities = _module("vllm.triton_utils")
     if (triton := getattr(utilities, "triton", None)) and not hasattr(triton, "set_allocator"):
@@ -160,7 +160,7 @@ def _stand_in_triton() -> None:
         language.extra = MagicMock()  # Kernels of Step 5 name functions in it.
 
 
-def stand_in_classes(package: str) -> None:
+def stub_classes(package: str) -> None:
     """Make a package of models use its classes for NVIDIA GPUs instead of those that it has chosen for a CPU."""
     chosen = _module(package)
     for part in ("model", "mtp", "dspark"):
@@ -211,7 +211,7 @@ def fake_rank(process: int, tp: int, expert: bool, replicas: int = 1) -> None:
     groups |= dict.fromkeys(("_EP", "_EPLB") if expert else (), of_all) | {"_WORLD": of_all}
     for name in ("_TP", "_WORLD", "_PP", "_DP", "_EP", "_EPLB", "_PCP", "_DCP", "_ETP", "_INNER_DP_WORLD"):
         if hasattr(parallel_state, name):
-            setattr(parallel_state, name, StandInGroup(*groups.get(name, (0, 1))))
+            setattr(parallel_state, name, StubGroup(*groups.get(name, (0, 1))))
 
 
 class Unpinned(TorchFunctionMode):
@@ -236,7 +236,7 @@ class WithoutMemory(Unpinned):
         return super().__torch_function__(func, types, args, kwargs)
 
 
-def stand_in_kernels() -> None:
+def stub_kernels() -> None:
     """Replace kernels that vLLM does not have for this processor by stubs; no kernel is run here."""
     for module in ("fp8", "auto_awq", "auto_gptq", "mxfp4", "modelopt", "moe_wna16"):
         _module(f"{_LAYERS}.quantization.{module}")
@@ -276,7 +276,7 @@ def of_whole_groups(choose: Callable[..., Any]) -> Callable[..., Any]:
 
 
 @contextmanager
-def stand_in_tokenizers() -> Iterator[None]:
+def stub_tokenizers() -> Iterator[None]:
     """Provide a stub tokenizer for classes that look up the numbers of special tokens while they are built.
 
     The classes only store these numbers. Enter the context after the class of the model has been imported. Outside of
@@ -287,14 +287,14 @@ def stand_in_tokenizers() -> Iterator[None]:
         hashes.__init__ = without_tokenizer(hashes)
     name = "cached_tokenizer_from_config"
     original = getattr(_module("vllm.tokenizers.registry"), name, None)
-    stand_in = lambda *_, **__: MagicMock()  # noqa: E731
+    stub = lambda *_, **__: MagicMock()  # noqa: E731
     if original is not None:
-        put(name, original, stand_in)
+        put(name, original, stub)
     try:
         yield
     finally:
         if original is not None:
-            put(name, stand_in, original)
+            put(name, stub, original)
 
 
 def without_tokenizer(hashes: type[torch.nn.Module]) -> Callable[..., None]:
@@ -308,7 +308,7 @@ def without_tokenizer(hashes: type[torch.nn.Module]) -> Callable[..., None]:
 
 
 def _kernel(*_: Any, **__: Any) -> Any:
-    return MagicMock(__name__="stand_in")
+    return MagicMock(__name__="stub")
 
 
 def _module(name: str) -> Any:
@@ -319,10 +319,10 @@ def _module(name: str) -> Any:
         return None
 
 
-def _replace(module: str, name: str, stand_in: Callable[..., Any]) -> None:
+def _replace(module: str, name: str, stub: Callable[..., Any]) -> None:
     """Wrap a function, in every module that has imported it: if it fails, the result of the stub is returned."""
     if (original := getattr(_module(module), name, None)) is not None:
-        put(name, original, _tried(original, stand_in, ValueError, NotImplementedError))
+        put(name, original, _tried(original, stub, ValueError, NotImplementedError))
 
 
 def put(name: str, original: Any, replacement: Any) -> None:
@@ -333,13 +333,13 @@ def put(name: str, original: Any, replacement: Any) -> None:
             setattr(module, name, replacement)
 
 
-def _tried(original: Callable[..., Any], stand_in: Callable[..., Any], *errors: type[Exception]) -> Callable[..., Any]:
+def _tried(original: Callable[..., Any], stub: Callable[..., Any], *errors: type[Exception]) -> Callable[..., Any]:
     """Wrap a function: if it raises one of the errors, the result of the stub is returned."""
 
     def tried(*args: Any, **kwargs: Any) -> Any:
         try:
             return original(*args, **kwargs)
         except errors:
-            return stand_in(*args, **kwargs)
+            return stub(*args, **kwargs)
 
     return tried

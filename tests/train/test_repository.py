@@ -13,21 +13,21 @@ from support.steps import CONFIG, weights_of
 
 import relayout
 from relayout.errors import PlanError
-from relayout.format.steps import Retired, StepsIndex
+from relayout.format.steps_index import RetiredName, StepsIndex
 from relayout.publish import folder as publish_folder
 from relayout.publish.folder import FolderPublisher
 from relayout.storage.local import descriptors
-from relayout.train.root import Root
+from relayout.train.repository import StepRepository
 
 
 def retire(root: Path, step: int) -> StepsIndex:
     """Add a name to an index."""
-    one = Retired(f"delta-{step:09d}-aaaaaaaa", 0)
-    return Root.at(root).move(lambda index: replace(index, retired=(*index.retired, one)))
+    one = RetiredName(f"delta-{step:09d}-aaaaaaaa", 0)
+    return StepRepository.at(root).move(lambda index: replace(index, retired=(*index.retired, one)))
 
 
 def steps_in(root: Path) -> list[int]:
-    return [int(one.name.split("-")[1]) for one in Root.at(root).read().retired]
+    return [int(one.name.split("-")[1]) for one in StepRepository.at(root).read().retired]
 
 
 @pytest.mark.parametrize("name", ["lock", "new"])
@@ -109,7 +109,7 @@ def retired_steps(root: Path, count: int) -> list[str]:
     publisher = relayout.Publisher(root, config=CONFIG, keep=1, keep_seconds=0, full_every=1)
     for step in range(1, count + 1):
         publisher.publish(weights_of(step), step)
-    return [one.name for one in Root.at(root).read().retired]
+    return [one.name for one in StepRepository.at(root).read().retired]
 
 
 @pytest.mark.parametrize("error", [PermissionError("of another user"), KeyboardInterrupt()])
@@ -126,10 +126,10 @@ def test_what_cannot_be_deleted_keeps_nothing_else_and_what_is_gone_is_written_d
 
     monkeypatch.setattr(FolderPublisher, "remove", remove)
     with pytest.raises(type(error)):
-        Root.at(tmp_path / "root").prune(0)
+        StepRepository.at(tmp_path / "root").prune(0)
     left = due[2:] if isinstance(error, KeyboardInterrupt) else [bad]
-    assert [one.name for one in Root.at(tmp_path / "root").read().retired] == left
+    assert [one.name for one in StepRepository.at(tmp_path / "root").read().retired] == left
     there = {one.name for one in (tmp_path / "root").iterdir()}
     assert there.intersection(due) == set(left)
     monkeypatch.undo()
-    assert Root.at(tmp_path / "root").prune(0) == left
+    assert StepRepository.at(tmp_path / "root").prune(0) == left

@@ -1,4 +1,4 @@
-"""relayout.checkpoint.known: digests that folders state, as the library of the hub, git and sha256sum write them."""
+"""relayout.checkpoint.recorded_digests: as the hub's library, git and sha256sum write them."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 from support.downloads import SHARD, Downloads, downloads
 
-from relayout.checkpoint.known import grouped, hex_of, known_digests, parse_sums, to_hash
+from relayout.checkpoint.recorded_digests import grouped, hex_of, parse_sums, recorded_digests, to_hash
 from relayout.errors import FormatError
 from relayout.format.source_record import FileDigest
 from relayout.storage.reading import hash_files
@@ -27,7 +27,7 @@ def names_of(folder: Path) -> list[str]:
 def found(folder: Path) -> dict[str, str]:
     """The hash of each file by the digest that is known of it, from hash_files; and that it is the known one."""
     store = find_input(folder)
-    known = known_digests(store, names_of(folder))
+    known = recorded_digests(store, names_of(folder))
     hashed = hash_files([to_hash(store, one, (folder / one.name).stat().st_size) for one in known], 2, num_streams=3)
     assert [digests[-1] for digests in hashed] == list(map(hex_of, known))
     return {one.name: one.digest for one in known}
@@ -43,7 +43,7 @@ def test_what_the_hubs_library_has_downloaded_has_the_hashes_of_sha256sum_and_gi
     assert len(expected) == 4
     assert found(downloads.snapshot) == found(downloads.local) == expected
     for folder, by in ((downloads.snapshot, "hub cache"), (downloads.local, "hub download")):
-        assert {one.by for one in known_digests(find_input(folder), names_of(folder))} == {by}
+        assert {one.by for one in recorded_digests(find_input(folder), names_of(folder))} == {by}
 
 
 def test_a_blob_that_repositories_share_and_a_blobs_folder_elsewhere_keep_their_names(
@@ -88,14 +88,14 @@ def test_a_link_to_anything_but_a_blob_of_the_repository_states_nothing(download
                 "another repository": other / "blobs" / blob.name,
             }[target]
         )
-    assert SHARD not in {one.name for one in known_digests(find_input(downloads.snapshot), [SHARD])}
+    assert SHARD not in {one.name for one in recorded_digests(find_input(downloads.snapshot), [SHARD])}
 
 
 def test_outside_of_a_cache_a_link_to_a_name_like_a_hash_states_nothing(downloads: Downloads, tmp_path: Path) -> None:
     shutil.copytree(downloads.snapshot.parents[1], tmp_path / "somewhere", symlinks=True)
     [copy] = (tmp_path / "somewhere" / "snapshots").iterdir()
     assert names_of(copy) == names_of(downloads.snapshot)
-    assert known_digests(find_input(copy), names_of(copy)) == []
+    assert recorded_digests(find_input(copy), names_of(copy)) == []
 
 
 def test_a_file_that_was_changed_after_its_download_has_no_digest_as_for_the_hubs_library(downloads: Downloads) -> None:
@@ -107,7 +107,7 @@ def test_a_file_that_was_changed_after_its_download_has_no_digest_as_for_the_hub
         since = float(metadata.read_text().split("\n")[2])
         os.utime(path, (time.time(), since + seconds))
         theirs = read_download_metadata(downloads.local, "config.json")
-        ours = known_digests(store, ["config.json"])
+        ours = recorded_digests(store, ["config.json"])
         assert [hex_of(one) for one in ours] == ([] if theirs is None else [theirs.etag]), seconds
         assert bool(ours) is (seconds < 1)
 
@@ -119,7 +119,7 @@ def test_metadata_that_the_hubs_library_would_not_take_states_nothing(downloads:
     metadata = downloads.local / f".cache/huggingface/download/{SHARD}.metadata"
     commit, etag, _ = metadata.read_text().split("\n")[:3]
     metadata.write_text(text.format(commit=commit, etag=etag))
-    assert known_digests(find_input(downloads.local), [SHARD]) == []
+    assert recorded_digests(find_input(downloads.local), [SHARD]) == []
 
 
 NAMES = ["a b.txt", "with\nline", "back\\slash", "below/ä", "*star"]
@@ -137,7 +137,7 @@ def test_what_sha256sum_writes_is_read(tmp_path: Path, options: list[str]) -> No
             list(parse_sums(done.stdout, "SHA256SUMS"))
     done = subprocess.run(["sha256sum", *options, "--", *plain], cwd=tmp_path, capture_output=True, check=True)
     (tmp_path / "SHA256SUMS").write_bytes(done.stdout)
-    known = known_digests(find_input(tmp_path), [])
+    known = recorded_digests(find_input(tmp_path), [])
     assert [one.name for one in known] == plain
     assert {one.by for one in known} == {"SHA256SUMS"}
     check = subprocess.run(["sha256sum", "--check", "--strict", "SHA256SUMS"], cwd=tmp_path, capture_output=True)
@@ -167,7 +167,7 @@ ZEROS = "0" * 64
 def test_a_list_that_says_something_else_is_an_error(tmp_path: Path, text: str | bytes, says: str) -> None:
     (tmp_path / "SHA256SUMS").write_bytes(text if isinstance(text, bytes) else text.encode())
     with pytest.raises(FormatError, match=f"SHA256SUMS: .*{says}|SHA256SUMS: {says}"):
-        known_digests(find_input(tmp_path), [])
+        recorded_digests(find_input(tmp_path), [])
 
 
 def test_a_list_that_leads_out_of_the_folder_is_an_error(tmp_path: Path) -> None:
@@ -175,7 +175,7 @@ def test_a_list_that_leads_out_of_the_folder_is_an_error(tmp_path: Path) -> None
     (tmp_path / "list").write_text(f"{ZEROS}  a\n")
     (tmp_path / "folder" / "SHA256SUMS").symlink_to(tmp_path / "list")
     with pytest.raises(FormatError, match="a symbolic link that leads out of the checkpoint"):
-        known_digests(find_input(tmp_path / "folder"), [])
+        recorded_digests(find_input(tmp_path / "folder"), [])
 
 
 def test_digests_of_one_hash_are_taken_once() -> None:

@@ -18,16 +18,16 @@ from unittest.mock import MagicMock
 
 import torch
 
-from relayout.observe.stand_ins import AnyModule, put, to_device_unless_meta
+from relayout.observe.stubs import AnyModule, put, to_device_unless_meta
 
 _LANGUAGES = ("tilelang", "tilelang.language")
 """Kernel languages that some modules of SGLang use at import."""
 
 
-def stand_in_packages() -> None:
+def stub_packages() -> None:
     """Make SGLang importable without kernels and without a GPU. Call this before the import."""
-    stand_in_rotary()
-    _stand_in_cuda()
+    stub_rotary()
+    _stub_cuda()
     try:
         importlib.import_module(_LANGUAGES[0])
     except ImportError:
@@ -35,7 +35,7 @@ def stand_in_packages() -> None:
             sys.modules[name] = AnyModule(name, MagicMock())
 
 
-def stand_in_rotary() -> None:
+def stub_rotary() -> None:
     """Make vLLM's kernel importable that SGLang's rotary embedding imports if CUDA is missing. It is never called."""
     package, operations = ModuleType("vllm"), ModuleType("vllm._custom_ops")
     operations.rotary_embedding = None  # type: ignore[attr-defined]
@@ -45,9 +45,9 @@ def stand_in_rotary() -> None:
         sys.modules[module.__name__] = module
 
 
-def _stand_in_cuda() -> None:
+def _stub_cuda() -> None:
     """Make properties, streams and events of a GPU available to classes."""
-    properties = SimpleNamespace(name="stand-in", major=9, minor=0, multi_processor_count=132, total_memory=80 * 2**30)
+    properties = SimpleNamespace(name="stub", major=9, minor=0, multi_processor_count=132, total_memory=80 * 2**30)
     torch.cuda.Event = torch.cuda.Stream = torch.cuda.ExternalStream = MagicMock  # type: ignore[misc]
     torch.cuda.current_stream = lambda *_, **__: MagicMock()
     torch.cuda.current_device = lambda: 0
@@ -57,7 +57,7 @@ def _stand_in_cuda() -> None:
     torch.cuda.get_device_properties = lambda *_, **__: properties  # type: ignore[assignment]
 
 
-def stand_in_functions() -> None:
+def stub_functions() -> None:
     """Make classes work without kernels. Call this after SGLang's classes have been imported."""
     # Rotary embeddings have no weights, and some need a kernel.
     for name in ("get_rope", "get_rope_cpu", "get_rope_wrapper"):

@@ -55,34 +55,33 @@ def load(
             expert parallelism, a process loads the experts that it runs and reads no other, from any converted folder.
             `input_scale` and `input_global_scale` are loaded for all experts.
         verify: compare the digests of all chunks (1 MiB each) that contain bytes of the tensors, while bytes arrive.
-        threads: requests in flight. Default: twice the processors, at most 8, divided among the ranks of the node if
-            LOCAL_WORLD_SIZE is set; more if that is measured to be faster while bytes arrive.
-        memory: bytes of buffers, or text such as "64MiB", in addition to the tensors; pinned memory for a CUDA device.
-            Default: at most 32 MiB, pinned 128 MiB; all ranks of a node together 1 GiB.
+        threads: requests in flight. Default: twice the number of processors, divided among the ranks of the node if
+        LOCAL_WORLD_SIZE is set, but at most 8; more if measurements during the load show that more are faster. memory:
+        bytes of buffers, or text such as "64MiB", in addition to the tensors; pinned memory for a CUDA device.
+            Default: at most 32 MiB, or 128 MiB if pinned, and at most 1 GiB for all ranks of a node together.
         progress: True for a bar on stderr, or a function to call with (bytes that have arrived, total bytes).
         into: existing tensors to fill, such as an engine's parameters, with the slice's dtype and shape, on `device`.
             Tensors that are not in `into` are loaded only if `names` matches them. Tensors that are not contiguous are
-            filled through temporary memory, a few at a time. The same holds for tensors of a wider floating-point
-            dtype that can represent all values of the slice's, such as FP32 for BF16. No two tensors may share memory,
-            except two names of one tensor that have the same digest in a converted checkpoint.
+            filled through temporary memory, a few at a time. The same holds for tensors of a wider floating-point dtype
+            that can represent all values of the slice's dtype, such as FP32 for BF16. Tensors must not share memory,
+            with one exception: two names may refer to one tensor if their digests in a converted checkpoint are equal.
             Without a rank: a model, or its state dict. Of a DTensor, this process's shard is filled; of any other
-            tensor, all elements. A model of transformers 5 is filled as its `from_pretrained` does it, for example
-            with all experts in one tensor. All tensors must have memory, on one device. Missing and unexpected tensors
-            are errors; with `names`, only tensors that match are considered. Names that share memory, such as tied
-            weights, need one tensor, or equal ones, in the checkpoint.
+            tensor, all elements. A model of transformers 5 is filled as its `from_pretrained` does it, for example with
+            all experts in one tensor. All tensors must have memory, on one device. Missing and unexpected tensors are
+            errors; with `names`, only tensors that match are considered. For names that share memory, such as tied
+            weights, the checkpoint must contain only one tensor, or equal tensors.
         tp: the tensor-parallel degree of the rank, by default that of the conversion. Slices for another degree are
             assembled from the stored slices by the same rules. A plain checkpoint is sliced at this degree, or
             converted into `cache`.
-        group: a torch.distributed group. All members load this rank of a converted checkpoint now: each reads a part of
-            its bytes and receives the rest from the other members. The group's backend must serve `device`. With
+        group: a torch.distributed group. All members call this at the same time to load the same rank of a converted
+        checkpoint. Each reads a part of its bytes and receives the rest from the other members. The group's backend
+        must serve `device`. With
             `verify`, each member compares the digests of the chunks that it reads. An error of one member is raised by
-            all. A member that is killed fails the others at once over gloo, over NCCL after the group's timeout. No
-            cache is used.
-            From a plain checkpoint, each member loads its own rank to the CPU (any ranks, in any combination).
-            Together they read each byte once, and send each other bytes that several members need. This takes 40 MiB
-            of buffers more than `memory`.
-            With `into` and no rank, members also read each byte once, from any checkpoint and to any device. Each
-            member passes the tensors that it holds.
+            all. If a member is killed, the others fail: over gloo at once, over NCCL after the group's timeout. No
+            cache is used. From a plain checkpoint, each member loads its own rank to the CPU (any ranks, in any
+            combination). Together they read each byte once, and send each other bytes that several members need. This
+            takes 40 MiB of buffers more than `memory`. With `into` and no rank, members also read each byte once, from
+            any checkpoint and to any device. Each member passes the tensors that it holds.
         cache: a folder on a local drive, or a `relayout.Cache` with a limit. It keeps the files of ranks that are
             loaded from a remote store, so that the next load is local. Every byte is verified when it is fetched. A
             plain checkpoint is converted into it first. Processes of a machine share it, and read nothing twice.
@@ -173,10 +172,11 @@ def iter_load(
 
     Args:
         path, rank: as for `load`.
-        memory: bytes, or text such as "2GiB", of tensors that are being read or wait to be yielded, with all buffers.
-            Default: 512 MiB, 2 GiB for all ranks of a node together, and always enough for the largest tensor.
-        group: as for `load`, of a converted checkpoint. All members iterate to the end, each in one thread and on one
-            CUDA stream, and wait for each other. The least `memory` of any member applies to all. A member that stops
+        memory: limit of the tensors that are being read or wait to be yielded, plus all buffers; bytes, or text such as
+        "2GiB". Default: 512 MiB, but at most 2 GiB for all ranks of a node together, and always enough for the largest
+        tensor. group: as for `load`, of a converted checkpoint. All members iterate to the end, each in one thread and
+        on one CUDA stream, and wait for each other. The smallest `memory` among the members applies to all. A member
+        that stops
             early fails the others.
         options: all others as for `load`.
 

@@ -55,10 +55,10 @@ class ChangedPiece:
     stored: Sequence[tuple[Changes, memoryview]]
 
     def changes(self, widths: Sequence[int | None], buffer: Buffer) -> Iterator[tuple[Indices, npt.NDArray[Any]]]:
-        """Yield the changes of each part: the numbers of the changed elements, ascending, and the XOR of each.
+        """Yield the changes of each part: the ascending positions of the changed elements, and the XOR of each.
 
         Args:
-            widths: the bytes of an element, for each part; None: the width that the delta has.
+            widths: the number of bytes of an element, for each part; None: the width that the delta contains.
         """
         runs = self._runs()
         change = None if runs is not None else self.decode(buffer)
@@ -137,7 +137,7 @@ class RankChanges:
         return [batch for index in self.changes for batch in self._batches(index)]
 
     def stored_nbytes(self, batch: PieceBatch) -> int:
-        """Return the bytes that deltas store for a batch."""
+        """Return the number of bytes that deltas store for a batch."""
         pieces, indexes = batch.pieces, [changes.index for changes in self.changes[batch.file]]
         return sum(index.place(index.rows(pieces.start, pieces.stop)).nbytes for index in indexes)
 

@@ -169,7 +169,7 @@ def _ways(told: Explanation) -> list[str]:
 
 
 def _basis(told: Explanation, plan: ArenaPlan, budget: Budget) -> str:
-    """Return the facts that the choice is based on, for a person."""
+    """Return the facts that the choice is based on, as text for the user."""
     refused = [file for file in told.files if file.refuses_direct is not None]
     kinds = _kinds(told.files)
     if any(file.folder.cost.is_remote for file in plan.files):
@@ -184,7 +184,7 @@ def _basis(told: Explanation, plan: ArenaPlan, budget: Budget) -> str:
 
 
 def _kinds(files: Sequence[FileFacts]) -> str:
-    """Return the kinds of the files' file systems, for a person."""
+    """Return the kinds of the files' file systems, as text for the user."""
     return " and ".join(sorted({file.filesystem.kind for file in files}))
 
 
@@ -206,7 +206,7 @@ class Network:
 
 
 def measure(files: Sequence[StoredFile], budget: Budget) -> Network | None:
-    """Read some of the files, for 3 s or 512 MiB, or all, and return the speed.
+    """Read from the files until 3 s have passed, or 512 MiB or all bytes were read; return the speed.
 
     Returns None if the files have no bytes or are on this machine.
     """

@@ -140,7 +140,7 @@ def _check_name(name: object) -> None:
 
 
 def _as_numbers(name: str, part: Slice, shape: tuple[int, ...]) -> tuple[Slice, tuple[int, ...]]:
-    """Return the part and shape of an F4 tensor in numbers, as headers count; a torch element holds two of them."""
+    """Return the part and shape of an F4 tensor in 4-bit numbers, as in file headers; a torch element holds two."""
     if not shape:
         raise PlanError("F4 without a dim, expected an even number of elements", tensor=name, code="unsupported")
     last = len(shape) - 1

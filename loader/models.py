@@ -1,11 +1,12 @@
 """The tensors of transformers models, as the tensors of their checkpoints.
 
-transformers 5 may keep a model in another form than its checkpoint: experts in one tensor, for example. Its own reverse
-conversion is called with tensors that have no memory, and its operations on them are recorded. The result describes
-each tensor of the checkpoint as a view of one of the model's tensors. A process holds a part of the model's tensors.
+transformers 5 may keep a model in another form than its checkpoint: experts in one tensor, for example. This module
+calls transformers' own reverse conversion with tensors that have no memory, and records the operations on them. The
+result describes each tensor of the checkpoint as a view of one of the model's tensors. A process holds a part of the
+model's tensors.
 
 A checkpoint may have other names than transformers writes: those of another head, or of an older release. `read_by`
-finds the parameters that `from_pretrained` gives such names to, by transformers' own renaming.
+finds the parameters to which `from_pretrained` would load such names, by transformers' own renaming.
 """
 
 from __future__ import annotations
@@ -59,7 +60,7 @@ class ModelTensorView:
         return ModelTensorView(origin.name, origin.shape, axes, (0,) * len(axes))
 
     def of(self, name: str, held: HeldTensor) -> HeldTensor:
-        """Return the part of this tensor that a process holds, from the part of the origin that it holds."""
+        """Return the part of this tensor that a process holds, given the part of the origin that it holds."""
         head = TensorHead(name, held.head.dtype, self.shape)
         if not prod(self.shape):  # Only a whole tensor may be empty, see `_view_of`.
             return HeldTensor(head, held.part, held.data)
@@ -97,14 +98,14 @@ def _met(ranges: Sequence[Range], first: int, length: int) -> list[tuple[int, in
 def checkpoint_of(
     model: Any, heads: Sequence[TensorHead]
 ) -> tuple[dict[str, ModelTensorView], dict[str, torch.Tensor]]:
-    """Return the tensors of the checkpoint that transformers would write of a model, in its order.
+    """Return the tensors of the checkpoint that transformers would write for a model, in their order there.
 
     Args:
         heads: the model's own tensors.
 
     Returns:
-        The view of the model's tensors that each is; and fake tensors without memory, which share storage where the
-        tensors would.
+        For each tensor of the checkpoint, its view of a tensor of the model; and fake tensors without memory, which
+        share storage if the real ones would.
     """
     import torch
     from torch._subclasses.fake_tensor import FakeTensorMode
@@ -179,7 +180,7 @@ def read_by(model: Any, heads: Sequence[TensorHead], names: Iterable[str]) -> Re
 
 
 class _Unused:
-    """A model of transformers as if `from_pretrained` had not created it: without the conversions that it used then."""
+    """Wrapper that shows a model without the conversions which `from_pretrained` recorded when it created the model."""
 
     _weight_conversions = None
 
@@ -255,7 +256,7 @@ def _view_of(
     origins: Mapping[int, str],
     fakes: Mapping[str, torch.Tensor],
 ) -> ModelTensorView:
-    """Return the part of one of the model's tensors that a tensor of the checkpoint is."""
+    """Return the part of a tensor of the model that a tensor of the checkpoint corresponds to."""
     shape = tuple(tensor.shape)
     storage, base, steps = _origin_of(tensor, copies) or (0, 0, [])
     origin = origins.get(storage)
@@ -304,8 +305,8 @@ def _through(
 ) -> tuple[int, list[int]] | None:
     """Convert positions in the dense copy of a tensor to positions in its own storage; None if steps there vary.
 
-    A position in the copy is a number. Its digits are the index in the source. Steps are constant if each step changes
-    one digit, and no digit carries over.
+    Think of a position in the copy as a mixed-radix number: its digits are the index in the source. Steps are constant
+    if each step changes one digit, and no digit carries over.
     """
     digits = _digits(source)
     found, moved, limits = int(source.storage_offset()), [0] * len(shape), list[int]()

@@ -87,10 +87,10 @@ def plan_requests(
     bounce_nbytes: int,
     grids: Sequence[Grid | None] = (),
 ) -> list[Request]:
-    """Cut reads into requests of at most `cost.request_nbytes` (a multiple of `alignment`), and edges.
+    """Cut reads into edges and requests of at most `cost.request_nbytes` (a multiple of `alignment`).
 
     Requests through a bounce buffer take at most `bounce_nbytes`, which must be four blocks or more. A strided read
-    includes the gaps between its runs if the runs are shorter than `cost.max_gap_nbytes` and the gaps are not longer.
+    includes the gaps between its runs if each run is shorter than `cost.max_gap_nbytes` and no gap is longer than that.
 
     Args:
         grids: the chunk borders of each file that is verified, at multiples of `alignment`. A chunk that is larger than

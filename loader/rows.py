@@ -1,4 +1,4 @@
-"""Rows of a table, read by their number: for tables that stay on the drive, as a step needs only some thousand rows.
+"""Rows of a table, read by their number: for tables that stay on the drive, as a batch needs only some thousand rows.
 
 Rows of a batch are sorted. Each block of the file that contains requested rows is read once, past the page cache, with
 many reads at a time (`storage.local.batched`). A batch with rows that are in the page cache is read from there. Files
@@ -105,7 +105,7 @@ def runs_of(pieces: Pieces, starts: Sequence[int], row_nbytes: int) -> RowRuns:
         starts: the number of rows of the table before each whole tensor.
 
     Raises:
-        PlanError: rows are not stored in one piece, as where columns are cut.
+        PlanError: rows are not stored in one piece, such as when columns are cut.
     """
     columns, found = pieces.columns, list[_Run]()
     for index, (name, part, start) in enumerate(zip(columns.names, columns.parts, starts, strict=True)):
@@ -427,9 +427,8 @@ def rows(
 
     Raises:
         FormatError: a file is damaged, missing, or of another conversion.
-        PlanError: the path, rank, tensor or row does not exist, or rows are not stored in one piece, as where columns
-            are cut; or as `load`.
-        OSError: a read failed.
+        PlanError: the path, rank, tensor or row does not exist, or rows are not stored in one piece, such as when
+        columns are cut; or as for `load`. OSError: a read failed.
 
     Example:
         >>> import relayout

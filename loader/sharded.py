@@ -1,9 +1,9 @@
 """`load(into=...)` without a rank: fills the whole tensors and DTensor shards of a model that this process holds.
 
-The bytes to read of a tensor follow from its DTensor's placement (`held.py`). A process alone reads only these bytes.
-The members of a group exchange lists of their parts, read each byte once, and exchange bytes that several need. Members
-on one machine share its page cache: each reads its own parts of a folder, so that no byte is read twice and nothing is
-exchanged.
+The bytes to read of a tensor follow from its DTensor's placement (`held.py`). A process that loads alone reads only
+these bytes. The members of a group exchange lists of their parts, read each byte once, and exchange bytes that several
+need. Members on one machine share its page cache: each reads its own parts of a folder, so that no byte is read twice
+and nothing is exchanged.
 """
 
 from __future__ import annotations
@@ -373,7 +373,7 @@ def _backend_beside(messages: Sequence[_PartsMessage], backend: str) -> str | No
     """Return the backend by which each member reads its own parts; None: members exchange what they read.
 
     Members of one machine read their own parts. Bytes that several need come from the drive once, through the page
-    cache. A device is filled past the page cache, so there bytes are exchanged.
+    cache. Loads to a device bypass the page cache, so their bytes are exchanged.
     """
     if len({one.page_cache for one in messages}) > 1:
         return None
@@ -441,7 +441,7 @@ class _Together:
         return prod(part.shape(tuple(columns.source_shapes[row]))) * BITS[columns.dtypes[row]] // 8
 
     def _fill_step(self, rows: Sequence[int], report: Reporter, done: int, *, is_copied: bool, is_last: bool) -> int:
-        """Fill some tensors, and return the bytes that this member has then; it had `done` before."""
+        """Fill some tensors, and return the number of bytes filled so far; `done` is the number before."""
         group, wanted, running = self.group, self.wanted, None
         arena: Allocation[Any] | None = None
         mine = [row for row in rows if row in wanted.mine and wanted.mine[row].data.numel()]

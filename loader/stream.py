@@ -49,7 +49,7 @@ class Reader:
     """This process's share of the reads of a stream: all reads if it is alone; the members of a group divide them."""
 
     def least(self, nbytes: int) -> int:
-        """Return the least number of bytes that any process may read ahead.
+        """Return the smallest limit of read-ahead, in bytes, among all processes.
 
         All processes need the same batches, even on machines with different limits.
         """
@@ -66,7 +66,7 @@ class Reader:
     def fill(self, batch: TensorBatch, memory: torch.Tensor) -> None:
         """Fill in the bytes of a batch that other processes have read, at the end of a block.
 
-        The bytes that this process reads have arrived.
+        The bytes that this process reads must have arrived before.
         """
 
     def verify(self, batch: TensorBatch, memory: torch.Tensor, num_threads: int) -> None:
@@ -170,7 +170,7 @@ def _plan_batches(contents: TensorColumns, limit: int) -> Iterator[TensorBatch]:
 
 
 class _Window(Generic[Span]):
-    """One address space for all batches. Only open batches have memory; a thread that reads into another waits."""
+    """One address space for all batches. Only open batches have memory; a read into another batch waits."""
 
     def __init__(
         self,
@@ -181,7 +181,7 @@ class _Window(Generic[Span]):
         bound: int,
         stop: Stop,
     ) -> None:
-        """Limit open batches to `bound` bytes in all, but always have one open. Most take `arena_nbytes`."""
+        """Limit open batches to `bound` bytes in all, but allow at least one. Most batches take `arena_nbytes`."""
         self._pool = pool
         self._parts = parts
         self._counter = counter

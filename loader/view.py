@@ -189,7 +189,7 @@ class CheckpointView(Closable):
     def get_tensor(self, name: str) -> torch.Tensor:
         """Return a tensor: a private mapping of its file, or a copy.
 
-        It is a mapping on the CPU, if the slice is stored in the requested form.
+        It is a mapping if the device is the CPU and the slice is stored in the requested form.
 
         Raises:
             PlanError: the tensor does not exist, or torch's FakeTensorMode is on.
@@ -349,7 +349,7 @@ def bounds(part: int | slice, size: int) -> Range:
 
 
 def within(part: int | slice, length: int) -> int | slice:
-    """Return a selection relative to its bounds, which have `length` elements between them."""
+    """Return a selection relative to the start of its bounds, which span `length` elements."""
     return 0 if isinstance(part, int) else slice(0, length, part.step)
 
 
@@ -444,10 +444,10 @@ def safe_open(
 
     Args:
         path, deltas, trust: as for `load`.
-        framework: "pt" for tensors of torch, or "np" for numpy arrays, for jax and others. numpy has bfloat16 and
-            8-bit floating-point dtypes once `ml_dtypes` is imported, which jax does. Both need torch.
-        device: as for `load`; None is the CPU, the only device of numpy.
-        backend: "mmap" or "pread", as `safetensors.safe_open` has them. Either reads a tensor when it is requested.
+        framework: "pt" for tensors of torch, or "np" for numpy arrays, for jax and others. numpy has bfloat16 and 8-bit
+        floating-point dtypes once `ml_dtypes` is imported, which jax does. Both frameworks need torch. device: as for
+        `load`; None is the CPU, the only device of numpy. backend: "mmap" or "pread", as `safetensors.safe_open` has
+        them. Either reads a tensor when it is requested.
 
     Returns:
         The whole tensors; see `open`.

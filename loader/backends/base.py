@@ -40,7 +40,7 @@ class Allocation(Memory[SpanOut], Protocol[SpanOut]):
     """One allocation, freed when the last reference to it is gone."""
 
     def tensor(self) -> torch.Tensor:
-        """Return the allocation as a 1-D uint8 tensor, which keeps it alive. An empty arena may give one byte."""
+        """Return the allocation as a 1-D uint8 tensor, which keeps it alive. An empty arena may have one byte."""
 
     def discard(self) -> None:
         """Free the memory now, even if something, such as a traceback, refers to it. It must not be used afterwards."""
@@ -101,7 +101,7 @@ class RunningJob(Protocol):
         Raises:
             FormatError: a file is shorter than expected, or the digest of a chunk of a verified file differs.
             OSError: a read failed.
-            Stopped: the job was cancelled, as this process is shutting down, or was forked during the job.
+            Stopped: the job was cancelled because this process is shutting down or was forked during the job.
         """
 
     @property
@@ -207,7 +207,7 @@ def check_name(name: str) -> None:
 
 
 def kind_of(device: str | torch.device) -> str:
-    """Return the kind of a device: "cpu", "cuda" or another of torch's."""
+    """Return the kind of a device: "cpu", "cuda" or another device type of torch."""
     return str(device).partition(":")[0]
 
 
@@ -254,7 +254,7 @@ class Options:
 
     @property
     def kind(self) -> str:
-        """The kind of the device: "cpu", "cuda" or another of torch's."""
+        """The kind of the device: "cpu", "cuda" or another device type of torch."""
         return kind_of(self.device)
 
     def backend_for(self, files: Sequence[StoredFile]) -> Backend[Any]:

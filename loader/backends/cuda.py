@@ -286,8 +286,9 @@ def pin(owner: object, memory: Iterable[tuple[int, int]], device: torch.device) 
     """Pin host memory, given as addresses and bytes, until `owner` is gone; return True if all of it was pinned.
 
     Copies from pageable memory go through the driver's buffers: 7 GB/s on an H100, 42 GB/s from pinned memory. `owner`
-    keeps the memory, and nothing frees it earlier. torch's own pinned memory takes up to twice the bytes. A separate
-    thread does it, because a CUDA error remains the thread's last error and would be raised by its next kernel launch.
+    holds the memory, and nothing may free it while `owner` exists. torch's own pinned memory takes up to twice the
+    bytes. A separate thread pins the memory, because a CUDA error remains a thread's last error and would be raised by
+    the thread's next kernel launch.
     """
     with ThreadPoolExecutor(1) as pool:
         return pool.submit(_pin, owner, memory, device).result()
@@ -351,7 +352,7 @@ class DeviceArena:
 
 
 def allocate_on(device: str | torch.device, nbytes: int) -> DeviceArena:
-    """Allocate memory of a device that no queued work uses."""
+    """Allocate device memory that no queued work uses."""
     import torch
 
     try:

@@ -1,18 +1,20 @@
-"""cuFile, NVIDIA's GPUDirect Storage: reads from a drive straight into GPU memory, with evidence that they are direct.
+"""cuFile, NVIDIA's GPUDirect Storage: direct reads from a drive into GPU memory, with evidence that they are direct.
 
 Where it does not support a drive, file system or GPU, cuFile silently reads through host memory ("compat mode").
 relayout uses compat mode only if the caller asks for it by name, and never reports it as GPUDirect Storage. The driver
 is then told to read everything through host memory (`force_compat_mode`), so that the name is true on each machine.
 For all other callers, relayout detects compat mode in this way:
 
-- A driver that was opened with compat mode refused does not register a file that it could only read through host
-  memory. The setting overrides environment and cufile.json, applies to the whole process, and must be made before the
+- A driver that was opened with compat mode disabled rejects a file, at registration, that it could only read through
+host memory. This setting overrides the environment and cufile.json, applies to the whole process, and must be made
+before the
   driver opens (cufile.h of 1.20; not available before 1.14). A driver that fails to open loses the setting, and the
   next call of any kind opens the driver again, in compat mode (seen with 1.15 and 1.20). So the settings are read back
   after each registration, which also detects a driver that other code opened in compat mode. A driver with
   `force_compat_mode` accepts changes of the other settings while it is open, and goes on reading through host memory
   (seen with 1.15 and 1.20); that setting stays on, so it counts by itself.
-- nvidia-fs is loaded if `NVIDIA_FS` has a `devcount`; cuFile looks there too. Without it, only PCI P2PDMA is left
+- nvidia-fs is loaded if `NVIDIA_FS` has a `devcount`; cuFile looks there too. Without nvidia-fs, only PCI P2PDMA is
+left
   (cuFile logs "nvidia_fs not loaded, operating on P2P mode"); with it, a file may be read either way.
 
 Not detected: short reads that cufile.json sends through host memory whatever else is set (`posix_gds_min_kb` of Lustre

@@ -1,4 +1,4 @@
-"""The open files of a load, and hints for errors of the system.
+"""The open files of a load, and hints for errors of the operating system.
 
 Bytes that are in the page cache are copied from there. All other bytes are read directly.
 """
@@ -83,7 +83,7 @@ class MixedFile(Closable):
     def _is_cached(self, offset: int, nbytes: int) -> bool:
         """Return True if the bytes, and enough bytes after them to prevent read-ahead, are in the page cache.
 
-        Earlier read-ahead has left a mark on a page. Reading that page makes the kernel read ahead from the next
+        Read-ahead leaves a mark on one of its pages. Reading a marked page makes the kernel read ahead from the next
         missing page, even after posix_fadvise (mm/readahead.c, page_cache_async_ra).
         """
         reach = min(nbytes + self._read_ahead, self.nbytes - offset)
@@ -167,7 +167,8 @@ class ReadableFiles(Closable):
     def _using(self, index: int) -> Iterator[ReadableFile]:
         """Keep a file open inside the block, which must not use another file.
 
-        If the maximum number of files is open and all are in use, wait until a call ends. Each call only reads.
+        If the maximum number of files is open and all are in use, wait until a call ends, which is soon: calls only
+        read.
         """
         if len(self._stored) <= self._max_open:
             yield self._files[index]
@@ -190,7 +191,7 @@ class ReadableFiles(Closable):
 
     @property
     def unchecked(self) -> list[int]:
-        """Remote files that are identified by their first bytes. Each check is a request, concurrent with reads."""
+        """Remote files to check by their first bytes. Each check is a request that runs concurrently with reads."""
         return [i for i, file in enumerate(self._stored) if file.folder.cost.is_remote and file.digests is not None]
 
     def check(self, file: int) -> None:
@@ -235,8 +236,8 @@ class ReadableFiles(Closable):
 
         This is for runs with gaps between them, of a plain checkpoint. Each rank of a node needs different bytes of the
         range, and the first rank reads them from the drive for all. The result is None if this rank is alone on its
-        node. Then no other process shares the page cache, which stays unchanged; a file system with high latency would
-        also read through it in small requests.
+        node: no other rank would use the page cache, so it is left unchanged. Also, on a file system with high latency,
+        mapping would read in small requests.
 
         The kernel reads ahead in large folios. Mapping them costs a tenth of a copy. (posix_fadvise(WILLNEED) would
         fill the page cache with single pages.)
@@ -273,7 +274,7 @@ class ReadableFiles(Closable):
             return _fd(opened)
 
     def check_not_replaced(self, file: int) -> None:
-        """Check that the file is still at its path, after other code has opened that path, too."""
+        """Check that the path still leads to this file. Call this after other code has opened the path."""
         stored = self._stored[file]
         assert stored.path is not None
         try:
@@ -343,7 +344,7 @@ def _replaced(file: StoredFile) -> FormatError:
 
 @contextmanager
 def error_hints() -> Iterator[None]:
-    """Add a hint to errors of the system that have one."""
+    """Add a hint to an error of the operating system, if one exists."""
     try:
         yield
     except Exception as error:

@@ -197,7 +197,7 @@ def _pace_of(requests: Sequence[Request], budget: Budget) -> Pace:
 
 
 def _num_parts(requests: Sequence[Request], nbytes: int) -> int:
-    """Return the number of parts after requests that go straight into the arena are cut to at most `nbytes`."""
+    """Return the number of requests, once those that go straight into the arena are cut to `nbytes` at most."""
     return sum(1 if one.arena_offset is None else -(-one.extent.nbytes // nbytes) for one in requests)
 
 
@@ -242,8 +242,8 @@ class ThreadedJob(Generic[State, Item]):
     ) -> None:
         """Start the threads; `work` returns the number of bytes that it filled. The job closes `opened`.
 
-        The threads also check remote files, after each has begun with an item, because a check is a round trip like any
-        other request.
+        Each thread begins with an item; then the threads also check remote files, because a check is a round trip like
+        any other request.
 
         Args:
             discard: frees the memory of all states; called when the job is cancelled.
@@ -352,7 +352,7 @@ class _PacedJob(ThreadedJob[Buffer, Request]):
             self._scatter(request, self._bounced(bounce, request))
 
     def _may_copy(self) -> bool:
-        """Return True if the budget has a buffer for each thread; if so, never have more threads than buffers."""
+        """Return True if the budget has a buffer for each thread; if so, limit the threads to the buffers."""
         with self._lock:
             return self._pace.limit(self.job.budget.memory // self._copied_nbytes)
 

@@ -1,7 +1,7 @@
 """All-to-all rounds: in each, a message in host memory goes from each member of a group to each other one.
 
-If sender and receiver have planned the same transfers, from the memory of one to that of the other, a message consists
-of their runs one after the other (`pack`, `unpack`). The caller defines messages of any other form.
+If sender and receiver have planned the same transfers, from the sender's memory to the receiver's, a message consists
+of the runs of these transfers, one after the other (`pack`, `unpack`). The caller defines messages of any other form.
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
 """Messages among the members of a torch.distributed group; an error of one member is raised by all.
 
-Work that can fail in one member alone must not leave the others waiting. So every message of all members begins with a
-small message in which each member can send an error instead of its value. A member that fails sends its error as its
-next message, wherever it is, and all others receive the error as their next message:
+Work that can fail in one member alone must not leave the others waiting. So each exchange of messages begins with a
+small one, in which each member can send an error instead of its value. A member that fails, at whatever point, sends
+its error as its next message, and all others receive the error as theirs:
 
 - Between two messages, `Group.fail` sends any error. The caller of an operation calls it for each error.
 - In a block of `Group.collective`, no member sends anything. The end of the block is a message. Bytes that the block
@@ -11,8 +11,8 @@ next message, wherever it is, and all others receive the error as their next mes
 
 A message that has begun is completed, because the rest of a half-sent message would be received as the next one. So a
 message runs in a separate thread. Ctrl-C, or an exception of another signal handler, is raised when the message has
-ended, and is then sent like any other error. Members compare the number and kind of each message, so that different
-orders of operations are an error.
+ended, and is then sent like any other error. Members compare the sequence number and kind of each message, so that
+different orders of operations are an error.
 
 torch's timeout of the group limits each wait for a message, not an operation. Over gloo, a member that is killed is
 detected at once. A member that hangs looks like one that works for longer than the timeout: both end the wait.
@@ -92,7 +92,7 @@ _KINDS = ("value", "block", "error")
 
 
 def _check_same_call(heads: Sequence[tuple[int, str]]) -> None:
-    """Raise PlanError unless the messages of all members have the same number and kind."""
+    """Raise PlanError unless the messages of all members have the same sequence number and kind."""
     if len(set(heads)) > 1:
         who = [f"{kind} {number} of member {member}" for member, (number, kind) in enumerate(heads)]
         what = f"group: the members do not make the same calls: {', '.join(who)} came together"
@@ -135,7 +135,7 @@ class _Message:
             self.carry_out()
 
     def carry_out(self) -> None:
-        """Send, and keep the error for `result`."""
+        """Send, and keep any error for `result`."""
         if self._begun.acquire(blocking=False):
             try:
                 assert self._send is not None
@@ -234,7 +234,7 @@ class Group:
         return values
 
     def _gathered(self, head: tuple[int, str], blob: bytes) -> list[tuple[tuple[int, str], bytes]]:
-        """Return number, kind and content of each member's message. Contents that are not empty follow the heads.
+        """Return sequence number, kind and content of each member's message. Non-empty contents follow the heads.
 
         Each member sends directly to each other member. gloo's own gather passes contents on from member to member: if
         a member is killed, only its neighbors would detect it at once.
@@ -344,7 +344,7 @@ class Group:
 
     @property
     def timeout(self) -> timedelta:
-        """The longest wait for a message: the group's timeout, that of its host-memory backend if it has one."""
+        """The longest wait for a message: the timeout of the group's host-memory backend, or else the group's."""
         import torch
         from torch.distributed.constants import default_pg_timeout
 
@@ -367,7 +367,7 @@ class Group:
         return Group(taken.apart(_on_host))
 
     def _all_called(self) -> bool:
-        """Wait until all members have called, up to the timeout. Over gloo, a member that is gone is detected at once.
+        """Wait for each member's first call, up to the timeout. Over gloo, a member that is gone is detected at once.
 
         Returns:
             False if it cannot be determined.
@@ -392,7 +392,7 @@ class Group:
 
     @contextmanager
     def _naming_missing(self) -> Iterator[None]:
-        """Run a call that all members make, and add the members that have not called to an error."""
+        """Run a call that all members make; if it fails, add to the error which members have not called yet."""
         if self._number is None:
             self._meet()
         try:
@@ -404,7 +404,7 @@ class Group:
             raise
 
     def _meet(self) -> None:
-        """Record in the group's store that this member has called, and log members that do not call for some seconds.
+        """Record this member's first call in the group's store; after some seconds, log members without a record.
 
         Missing members are then waited for like in any other wait, up to the group's timeout.
         """
@@ -428,9 +428,9 @@ class Group:
     def _name_late(self, message: _Message) -> None:
         """Log the members that have not reached a message after some seconds.
 
-        A member that waits records the message in the group's store, and only then. Members without a record have not
-        reached it. They may be working or hanging, which cannot be determined, so they are waited for up to the group's
-        timeout.
+        Only a member that has to wait records the message in the group's store. Members without a record have not
+        reached the message. They may be working or hanging, which cannot be determined, so they are waited for up to
+        the group's timeout.
         """
         number = self._num_messages
         if not self._number or message.is_done.is_set():
@@ -445,7 +445,7 @@ class Group:
             getLogger("relayout").warning(what, self.index, ranks_text(late), self._limit)
 
     def _missing(self) -> list[int]:
-        """Return the members that have not called; an empty list if that cannot be determined."""
+        """Return the members without a first call yet; an empty list if that cannot be determined."""
         members = range(self.num_members)
         ask: Callable[[Any], list[int]] = lambda store: [one for one in members if not store.check([self._key(one)])]  # noqa: E731
         return (self._ask(ask) if self._number else None) or []
@@ -470,7 +470,7 @@ class Group:
 
     @property
     def _store(self) -> Any:
-        """The store by which the members have found each other; None if it is not known."""
+        """The torch.distributed store by which the members met (rendezvous); None if it is unknown."""
         from torch.distributed import distributed_c10d
 
         with suppress(AttributeError, KeyError, RuntimeError, ValueError):
@@ -527,7 +527,7 @@ class Group:
                 self._gather(_as_of(self.index, error), "error")
 
     def broadcast(self, portions: list[tuple[int, torch.Tensor]]) -> None:
-        """Send portions of memory, given as (member, memory), from the member that has each to all others.
+        """Send portions of memory, given as (member, memory), each from its member to all others.
 
         Call this in a block of `collective`; the portions are sent at its end. On a device, work that is queued on the
         current stream after the block sees the bytes.

@@ -1,4 +1,4 @@
-"""Loads of different slices of the same tensors by members of a group, which read each byte once, together."""
+"""Loads of different slices of the same tensors by the members of a group, which together read each byte once."""
 
 from __future__ import annotations
 

@@ -1,8 +1,8 @@
-"""Plans of which member of a group reads and sends which bytes. Pure; all members compute the same plan.
+"""Assigns the reads and the messages of a load to the members of a group. Pure; all members compute the same plan.
 
 Members that load the same rank each read portions of it, which all others receive. Members that load different ranks of
-a plain checkpoint hold different slices. Slices that are long separate runs are read by the member that holds them. All
-other bytes are exchanged: rows that are split among the members, and bytes that several members hold. They are cut into
+a plain checkpoint hold different slices. If slices consist of long, disjoint runs, each member reads its own. All other
+bytes are exchanged: rows that are split among the members, and bytes that several members hold. They are cut into
 ranges. In a round, each member reads one range, and sends each member the bytes in that member's slices.
 """
 
@@ -149,7 +149,7 @@ class Division:
 
     @staticmethod
     def of(slices: tuple[tuple[Transfer, ...], ...], max_gap_nbytes: int) -> Division:
-        """Exchange the tensor if members would otherwise read the same bytes more than once.
+        """Return the division; it exchanges the tensor if members would otherwise read bytes more than once.
 
         Args:
             max_gap_nbytes: the largest gap that is read together with the shorter runs around it.
@@ -220,12 +220,12 @@ class ExchangeRound:
     num_members: int
 
     def sent(self, member: int) -> list[int]:
-        """Return the bytes of a member's messages to each member; it sends none to itself."""
+        """Return the sizes in bytes of a member's messages to each member; it sends none to itself."""
         sizes = next((piece.sizes for piece in self.ranges if piece.member == member), (0,) * self.num_members)
         return [size if other != member else 0 for other, size in enumerate(sizes)]
 
     def received(self, member: int) -> list[int]:
-        """Return the bytes of the messages that a member receives from each member."""
+        """Return the sizes in bytes of the messages that a member receives from each member."""
         sizes = {piece.member: piece.sizes[member] for piece in self.ranges}
         return [sizes.get(other, 0) if other != member else 0 for other in range(self.num_members)]
 

@@ -1,4 +1,4 @@
-"""A load that the members of a group share: each reads a part from the store, and all receive all of it."""
+"""A load that the members of a group share: each reads a part from the store, and all receive all parts."""
 
 from __future__ import annotations
 
@@ -185,7 +185,7 @@ class SharedLoad(Protocol):
 class _LoadAlone:
     """A load in which each member reads all bytes.
 
-    Bytes from other members would arrive where they cannot be verified.
+    Used where bytes from other members could not be verified on arrival.
     """
 
     sharing: Sharing
@@ -328,7 +328,7 @@ def verify_received(
 
 @dataclass(frozen=True, slots=True)
 class _ReceivedChunk:
-    """A chunk that has bytes in an arena which other members have read."""
+    """A chunk with some bytes in an arena that were read by other members."""
 
     file: int
     number: int

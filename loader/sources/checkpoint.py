@@ -277,9 +277,8 @@ def find_rank(
 
     Raises:
         FormatError: relayout.json is damaged; or as `CopyingStore.keep`.
-        PlanError: the path or the rank does not exist; `tp` is needed for a plain checkpoint, which a cache does not
-            keep; or `rank` or `tp` is not an integer.
-        OSError: as `CopyingStore.keep`.
+        PlanError: the path or the rank does not exist; `tp` is missing, which a plain checkpoint requires; or `rank` or
+        `tp` is not an integer. OSError: as `CopyingStore.keep`.
     """
     rank = integer(rank, "rank")
     if tp is not None:
@@ -324,7 +323,7 @@ def _unconverted(store: Store, rank: int, tp: int | None, option: CacheOption) -
 
 
 def _check_source(store: Store) -> None:
-    """Raise the errors of `read_source`, which come before the error that the checkpoint is not converted."""
+    """Raise the errors of `read_source`, which take precedence over the error that the checkpoint is not converted."""
     from relayout.checkpoint.source import read_source
 
     read_source(store)
@@ -374,7 +373,7 @@ def _kept(
     option: CacheOption,
     progress: Progress,
 ) -> RankSource | None:
-    """Return the rank of a remote store's copy in a cache; None without a cache, or if it cannot be used."""
+    """Return the rank from a cache's copy of a remote store; None without a cache, or if it cannot be used."""
     from relayout.cache.copies import copied
     from relayout.cache.folder import cache_of
 

@@ -84,7 +84,7 @@ class StoredFile:
 
 
 def cached_nbytes(files: Iterable[StoredFile]) -> int | None:
-    """Return the bytes of the files in the page cache; None if unknown, or if a file cannot be opened."""
+    """Return how many bytes of the files are in the page cache; None if unknown, or if a file cannot be opened."""
     total = 0
     for file in files:
         path = file.folder.path(file.name)
@@ -167,7 +167,7 @@ class TensorColumns:
     """The shapes of the whole tensors, in elements."""
 
     def sizes(self) -> list[int]:
-        """Return the bytes of each tensor."""
+        """Return the number of bytes of each tensor."""
         if self.reads:
             return [sum(read.transfer.total_nbytes for read in reads) for reads in self.reads]
         return [num_bytes(dtype, shape) or 0 for dtype, shape in zip(self.dtypes, self.shapes, strict=True)]
@@ -284,7 +284,7 @@ def batches(sizes: Sequence[int], limit: int) -> Iterator[range]:
 
 
 class Pieces(Protocol):
-    """Tensors that can be read in any part. Thread-safe."""
+    """Tensors that can be read in part. Thread-safe."""
 
     @property
     def columns(self) -> TensorColumns:
@@ -336,7 +336,7 @@ class RankSource(ABC):
 
     @property
     def slow_because(self) -> str | None:
-        """Why loading is slow, and how to make it fast, for a person; None if it is fast."""
+        """Why loading is slow, and how to make it fast, as text for the user; None if it is fast."""
         return None
 
     @property
@@ -354,8 +354,8 @@ class RankSource(ABC):
         """Return the tensors with names that match, and the reads that fill them.
 
         Raises:
-            FormatError: the manifest's other files, or the plain checkpoint, are damaged.
-            PlanError: a pattern matches nothing.
+            FormatError: a file that the manifest lists, or the plain checkpoint, is damaged. PlanError: a pattern
+            matches nothing.
         """
 
     @abstractmethod

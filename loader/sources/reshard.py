@@ -126,7 +126,7 @@ def _bands(wanted: Sequence[_Stretch], stored: Sequence[_Stretch]) -> Iterator[_
 
 @dataclass(frozen=True, slots=True)
 class _Gathering:
-    """A tensor to assemble a slice of, and the last axis along which its slices are cut."""
+    """The tensor of a slice to assemble, and the last axis along which its slices are cut."""
 
     dtype: str
     shape: tuple[int, ...]
@@ -144,7 +144,7 @@ class _Gathering:
         )
 
     def pieces(self, wanted: _Stretch, held: Sequence[_Held]) -> Iterator[tuple[_Held, _Stretch]]:
-        """Yield stored columns that together fill the wanted ones of a band, each with those that it fills."""
+        """Yield runs of stored columns that fill all wanted columns of a band, each with those it fills."""
         start = wanted.start
         while start < wanted.end:
             having = [one for one in held if one.columns.start <= start < one.columns.end]
@@ -157,7 +157,7 @@ class _Gathering:
             start = end
 
     def reads(self, source: _Held, band: _Stretch, piece: _Stretch, width: int) -> Iterator[Read]:
-        """Yield the read of columns of a band, from a stored slice to the wanted one with rows of `width` elements."""
+        """Yield the read of columns of a band from a stored slice; rows of the wanted slice have `width` elements."""
         column = source.columns.place + piece.start - source.columns.start
         begin, place, nbytes = self._nbytes(column), self._nbytes(piece.place), self._nbytes(piece.length)
         source_stride, target_stride = self._nbytes(source.width), self._nbytes(width)
@@ -172,7 +172,7 @@ class _Gathering:
             yield Read(source.stored.file, transfer.normalized())
 
     def _nbytes(self, num_columns: int) -> int:
-        """Return the bytes of `num_columns` columns in a row."""
+        """Return the number of bytes of `num_columns` columns in a row."""
         num_bits = num_columns * self.column_bits
         if num_bits % 8:
             what = f"a cut of {self.dtype} {list(self.shape)} along dim {self.axis} falls inside a byte"
@@ -226,7 +226,7 @@ class ReshardedRank(RankSource):
 def resharded_rank(
     store: Store, manifest: Manifest, rank: int, num_ranks: int, experts: str | Iterable[int] | None = None
 ) -> ReshardedRank:
-    """Read the source record, and plan by its rules alone; at another degree, also with the folder's config.json."""
+    """Read the source record, and plan by its rules; for another degree, also read the folder's config.json."""
     from relayout.plans.division import with_experts
     from relayout.plans.plan import TensorInfo, TensorList
     from relayout.plans.planner import recorded_plan, recorded_rules
@@ -364,7 +364,7 @@ class Ranks:
     def _is_best_of_whole(self, t: int, wanted: Slice) -> bool:
         """Return True if a slice is best read from the whole tensor.
 
-        It is contiguous there, or every rank's slice is contiguous there and so is not in files of its own.
+        That is so if the slice is contiguous there, or if every rank's is: then slices have no files of their own.
         """
         dtype, shape = self.record.dtypes[t], self.record.shapes[t]
         apart = self.record.cut(t).tensor(dtype, shape).transfers

@@ -1,8 +1,9 @@
 """The measured loaders, each with the best settings in its documentation, and the definition of the job to load.
 
-Each loader returns what an engine needs: the rank's slices (or the whole model) on the job's device, contiguous, with
-every byte in memory that the rank keeps. If a loader returns mapped files, or memory that it reuses, the slices must be
-cloned, and that is timed. A view of a mapped file does not count as loaded: its bytes are read only when they are used.
+Each loader returns what an engine needs: the rank's slices (or the whole model) on the job's device, contiguous, and
+with every byte in memory that belongs to the rank. If a loader returns mapped files, or memory that it reuses, the
+slices must be cloned, and that is timed. A view of a mapped file does not count as loaded: its bytes are read only when
+they are used.
 """
 
 from __future__ import annotations
@@ -83,7 +84,7 @@ class LoadJob:
         return self.part(name, tensor).clone(memory_format=torch.contiguous_format)
 
     def owned(self, name: str, tensor: torch.Tensor) -> torch.Tensor:
-        """Return the rank's part of a whole tensor that the loader does not reuse.
+        """Return the rank's part of a whole tensor in memory that the loader does not reuse.
 
         For a whole model, the tensor is unchanged. A part is copied: a view would keep the whole tensor in memory.
         """
@@ -165,7 +166,7 @@ def _plan(source: str, tp: int) -> dict[str, tuple[Slice, ...]]:
 
 
 def plan_rank(job: LoadJob) -> None:
-    """Read headers and create the plan before timing starts, as engines have both from classes and configuration."""
+    """Read headers and create the plan before timing starts, as engines derive both from classes and configuration."""
     if job.source:
         _plan(job.source, job.tp)
 

@@ -275,7 +275,7 @@ def plan_bench(
         path: a converted folder, or a plain checkpoint, on a local file system.
         tp: the tensor-parallel degree. Default: that of the converted folder.
         against: the same checkpoint, plain if `path` is converted, otherwise converted. Default: the folder next to
-            `path` that `convert` would write, or would have read.
+            `path` that `convert` would write, or has converted.
         runs: number of loads by each loader, for medians. Default: 3, or fewer if these would take more than 2 minutes;
             the last measurements may then be left out.
         device: where tensors are loaded to: "cpu"; "cuda", which is all CUDA devices, one rank after the other; or one

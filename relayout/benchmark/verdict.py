@@ -134,7 +134,7 @@ class RankLoads:
         return None
 
     def is_clear(self) -> bool:
-        """Return True if every run of one of these two loaders was faster than every run of the other."""
+        """Return True if the times of relayout and of the fastest other loader do not overlap."""
         ours, other = self.ours(), self.best_other()
         if ours is None or other is None:
             return False

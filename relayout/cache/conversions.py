@@ -63,7 +63,7 @@ FindPlan = Callable[[SourceCheckpoint, int], Plan]
 
 
 class NoCachedPlan(Exception):
-    """The cache contains no plan, and it may not be observed."""
+    """The cache contains no plan, and observing one is not allowed."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -107,7 +107,7 @@ def cached_conversion(
 def find_conversion(
     source: Store, num_ranks: int, cache: Cache, find_plan: FindPlan = plan_for, *, ranks: Collection[int] | None = None
 ) -> CachedConversion | None:
-    """Return the conversion as `cached_conversion`, or None if it does not exist. Damaged entries are removed."""
+    """Return the conversion like `cached_conversion`, or None if it does not exist. Damaged entries are removed."""
     planned, entry = _entry(source, num_ranks, cache, find_plan, ranks)
     return CachedConversion(folder=entry.folder / MODEL, entry=entry) if _is_published(planned) else None
 
@@ -187,7 +187,7 @@ def _convert_together(planned: Conversion, cache: Cache, entry: HeldEntry, progr
 def _step(planned: Conversion, entry: HeldEntry, left: set[int]) -> bool:
     """Convert one of the remaining units, or publish if none remains.
 
-    No process converts a unit while another publishes: its files would be left over.
+    No process converts a unit while another one publishes: the unit's files would be left over.
 
     Returns:
         True if a unit was converted or the output published. False: other processes hold the locks.

@@ -142,7 +142,7 @@ class Cache:
         return entry
 
     def _put_aside(self, held: HeldEntry, why: str) -> None:
-        """Remove a faulty entry if no other process holds it. This process releases it."""
+        """Release a faulty entry, and remove it if no other process holds it."""
         own, entry, mine = self._own(), held.folder, held.status()
         held.close()
         end = time.monotonic() + _ASIDE_SECONDS
@@ -264,7 +264,7 @@ class Cache:
         return own
 
     def _entries(self, own: Path) -> list[Path]:
-        """Return the entries: folders of this user below the tag, with an entry's form of name and lock file."""
+        """Return the entries: folders of this user in the subfolder, with an entry's form of name and a lock file."""
         return [
             path
             for path in own.iterdir()

@@ -1,8 +1,8 @@
 """Verifies model.sig: a Sigstore bundle with an in-toto statement in a DSSE envelope (OpenSSF Model Signing 1.0).
 
 Signatures by a key or by certificates are verified here, with the packages cryptography and pyOpenSSL. The package
-model-signing would import the clients of Sigstore in every case, which takes longer than the load of a rank; it
-verifies only signatures by a Sigstore identity. The rules are those of model_signing 1.1.1 (`_signing/signing.py`,
+model-signing always imports the clients of Sigstore, which takes longer than the load of a rank. It is therefore used
+here only for signatures by a Sigstore identity. The rules are those of model_signing 1.1.1 (`_signing/signing.py`,
 `sign_sigstore_pb.py`, `sign_ec_key.py`, `sign_certificate.py`) and of DSSE 1.0.2 (`protocol.md`). This module is
 stricter in three points: an envelope has one signature, names and keys of JSON are unique, and the encodings of
 model_signing 0.2 are rejected.
@@ -80,7 +80,7 @@ def listed_by_key(signature: bytes, public_key: str) -> SignedFiles:
 
 
 def listed_by_certificates(signature: bytes, certificates: Sequence[Path]) -> SignedFiles:
-    """Verify model.sig by a certificate that chains to one of these roots, as of the beginning of its validity.
+    """Verify model.sig by a certificate that chains to one of these roots at the beginning of its own validity.
 
     Args:
         signature: model.sig as stored.

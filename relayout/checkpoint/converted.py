@@ -184,7 +184,7 @@ def _check_weights(folder: Store, manifest: Manifest, index: int) -> None:
 
 
 def check_holes(fd: int | None, open_it: Callable[[], ReadableFile], proof: FileDigests, where: str) -> None:
-    """Check that the holes of a file, which were never written, belong to zeros: a copy may be unfinished.
+    """Check that chunks with holes (never written) match their digests: other holes are left by unfinished copies.
 
     Only chunks with holes are read: most files have none, and for holes the system reads nothing from the drive.
 

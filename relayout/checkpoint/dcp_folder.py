@@ -1,8 +1,9 @@
-"""Shows a folder that PyTorch's distributed checkpoints (DCP) wrote as the checkpoint that an export of it would be.
+"""Presents a folder written by PyTorch's distributed checkpoint (DCP) as the checkpoint to which it would be exported.
 
 The shards of that export are never written: their headers follow from `.metadata`, and their bytes are read from the
-`.distcp` files, a range at a time. All else takes the folder for any other source. Nothing is unpickled: `.metadata`
-and what `torch.save` wrote are read as data (`format/pickles.py`), and the bytes of tensors by their offsets.
+`.distcp` files, a range at a time. All other code handles the folder like any other source. Nothing is unpickled:
+`.metadata` and what `torch.save` wrote are read as data (`format/pickles.py`), and the bytes of tensors by their
+offsets.
 """
 
 from __future__ import annotations
@@ -56,7 +57,7 @@ _BOUNCE_NBYTES = 2**22
 
 @dataclass(frozen=True, slots=True)
 class _PlacedBox:
-    """A box of a tensor, and where its bytes are."""
+    """A box (range of each axis) of a tensor, and its location."""
 
     file: str
     offset: int
@@ -65,7 +66,7 @@ class _PlacedBox:
     """The transfers from the tensor's bytes to those of the box, which are dense."""
 
     def read(self, part: Extent, view: memoryview, files: OpenFiles[str, ReadableFile], buffer: Buffer) -> None:
-        """Fill `view`, the memory of this part of the tensor, with the bytes that the box has of it."""
+        """Fill `view`, the memory of this part of the tensor, with the part's bytes that are in the box."""
         wanted = self._transfers(part)
         if not wanted:
             return
@@ -83,7 +84,7 @@ class _PlacedBox:
     def _bounce(
         self, wanted: Sequence[Transfer], start: int, view: memoryview, file: ReadableFile, buffer: Buffer
     ) -> None:
-        """Read what transfers need of the box at once, and copy it to where it belongs; `view` begins at `start`."""
+        """Read in one piece the bytes of the box that transfers need; copy them to `view`, which begins at `start`."""
         if not wanted:
             return
         low, high = min(one.target for one in wanted), max(one.target_end for one in wanted)
@@ -164,7 +165,7 @@ class DcpFolder(StoreOver):
 
 
 class _Shard(HeadFile):
-    """A shard, open for reading: the `.distcp` files that it needs are opened when they are."""
+    """A shard, open for reading: the `.distcp` files are opened when they are needed."""
 
     def __init__(self, folder: DcpFolder, shard: MemoryShard, stat: FileStat, access: Access) -> None:
         super().__init__(shard.header, stat, self._fill_from)
@@ -192,11 +193,11 @@ def is_dcp(names: Sequence[str]) -> bool:
 
 
 def read_dcp(root: Store) -> DcpFolder:
-    """Read `.metadata` of a folder, and where each tensor of the model lies in its files.
+    """Read `.metadata` of a folder, and the location of each of the model's tensors in its files.
 
     Raises:
-        FormatError: a file is missing or damaged; or a pickle imports what it does not need.
-        PlanError: the folder has no model that can be converted.
+        FormatError: a file is missing or damaged; or a pickle imports more than it needs. PlanError: the folder has no
+        model that can be converted.
     """
     where = root.location(METADATA_NAME)
     if root.stat(METADATA_NAME) is None:
@@ -238,7 +239,7 @@ def _stat(root: Store, name: str) -> FileStat:
 
 
 def _placed(root: Store, tensors: Sequence[SavedTensor], versions: Mapping[str, str]) -> list[tuple[_PlacedBox, ...]]:
-    """Find the bytes of each box: a small read or two of each."""
+    """Find the bytes of each box, by one or two small reads for each."""
     wanted = [(t, box) for t, tensor in enumerate(tensors) for box in tensor.boxes]
     wanted.sort(key=lambda pair: (pair[1].file, pair[1].extent))
 

@@ -130,7 +130,7 @@ class Delta:
         """Return the changed digests of one holder's tensors: rising rows, and each digest in binary form.
 
         Args:
-            position: of the holder in the manifest; one past the last holder are the digests of the source.
+            position: of the holder in the manifest; the position after the last holder stands for the source.
         """
         part, place = self.manifest.digests[position], self.manifest.digest_extents[position]
         count = digest_extents(self.new)[position].nbytes // XXH3_NBYTES

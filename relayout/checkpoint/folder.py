@@ -352,8 +352,8 @@ def _why_file_stays(name: str) -> str | None:
     """Return the reason why a file is not copied with the model; None if it is copied.
 
     Weights in a subfolder are parts of the model that its own code or another file names: the modules of
-    sentence-transformers, adapters, a speech tokenizer. At the top level the model's weights are often published, or
-    left by a training, a second time.
+    sentence-transformers, adapters, a speech tokenizer. At the top level, a second copy of the model's weights is
+    common, published or left behind by a training.
     """
     suffix = PurePosixPath(name).suffix
     if name.startswith("relayout."):
@@ -370,7 +370,7 @@ def _why_file_stays(name: str) -> str | None:
 
 
 def _is_part(name: str) -> bool:
-    """Return True if reading the checkpoint itself already decides about a file."""
+    """Return True if a file is already classified when the checkpoint itself is read."""
     return "/" not in name and name.endswith((".safetensors", _INDEX_SUFFIX))
 
 

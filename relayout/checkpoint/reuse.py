@@ -112,7 +112,7 @@ class _Pieces:
     """The first 8 bytes of each digest, as an integer."""
 
     def over(self, extent: Extent) -> Iterator[tuple[int, Extent]]:
-        """Yield the pieces with bytes in an extent of the file, by position, and these bytes."""
+        """Yield the position of each piece that overlaps an extent of the file, and the overlap."""
         first = int(np.searchsorted(self.offsets + self.sizes, extent.offset, side="right"))
         for position in range(first, int(np.searchsorted(self.offsets, extent.end))):
             start = max(int(self.offsets[position]), extent.offset)
@@ -229,7 +229,7 @@ def plan_reuse(new: Contents, old: Contents) -> dict[int, list[ReusedRange]]:
 def _equal(
     pieces: _Pieces, known: _Older, wanted: Iterable[Extent]
 ) -> tuple[list[ReusedRange], list[tuple[int, Extent]]]:
-    """Split extents of a file into ranges that older files have by digest, and the rest, by position of the piece."""
+    """Split extents of a file into ranges found in older files by digest, and the rest, by position of its piece."""
     places, taken, left = known.find(pieces), list[ReusedRange](), list[tuple[int, Extent]]()
     for extent in wanted:
         for position, part in pieces.over(extent):
@@ -276,7 +276,7 @@ class _Wholes:
     def find(self, in_file: _Slices, position: int, extent: Extent) -> Iterator[ReusedRange]:
         """Yield the ranges of a slice that older files may have; `extent` is in the new file.
 
-        Yields nothing if they have exactly this slice: its digest is known to differ.
+        Yields nothing if they have exactly this slice, because its digest was found to differ.
         """
         tensor, kind = in_file.tensor(position)
         if (tensor, kind.source_shape, kind.part) in self._known:
@@ -372,8 +372,8 @@ class Reuse(Closable):
             number: of the new file.
             extent: of the chunk or header. For a part of a chunk nothing is taken, as it has no digest.
             view: memory for the bytes.
-            scratch: memory for a read that direct I/O cannot place.
-            rest: reads another extent of the new file from its source.
+            scratch: memory for a direct read that cannot go into `view`. rest: reads another extent of the new file
+            from its source.
 
         Returns:
             True: `view` has the bytes, verified by the digest in the new checkpoint's index. False: the content of
@@ -467,7 +467,7 @@ def read_into(opened: ReadableFile, extent: Extent, view: memoryview, scratch: B
     """Read an extent of a file into memory at any address; errors as of `ReadableFile.read`.
 
     Args:
-        scratch: for a read that direct I/O cannot place.
+        scratch: for a direct read that cannot go into `view`.
     """
     alignment = opened.alignment
     if alignment == 1:

@@ -79,10 +79,10 @@ def in_stored_order(heads: Sequence[TensorHead], tensors: Sequence[int]) -> list
 
 
 def share_out(sizes: Sequence[int], max_shard_nbytes: int) -> list[list[int]]:
-    """Which tensors each shard has, as positions, from their bytes.
+    """Assign tensors, by their sizes, to shards; return the positions in each.
 
-    As huggingface_hub 2.4 does (`serialization/_base.py`, `split_state_dict_into_shards_factory`): in the given order;
-    a tensor above the limit is a shard of its own.
+    As huggingface_hub 2.4 does (`serialization/_base.py`, `split_state_dict_into_shards_factory`): tensors stay in the
+    given order, and one above the limit is a shard of its own.
     """
     shards: list[list[int]] = []
     current: list[int] = []
@@ -102,7 +102,7 @@ def share_out(sizes: Sequence[int], max_shard_nbytes: int) -> list[list[int]]:
 def lay_out_shards(
     heads: Sequence[TensorHead], shared_out: Sequence[Sequence[int]], totals: Mapping[str, int]
 ) -> tuple[list[MemoryShard], bytes | None]:
-    """Return the shards, and the index.json of several.
+    """Return the shards, and their index.json if there are several.
 
     Args:
         shared_out: positions of each shard's tensors, in the order of the file.

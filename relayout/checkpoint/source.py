@@ -1,10 +1,10 @@
 """Reads a source checkpoint: every tensor with its location, and the identity of the checkpoint.
 
-Reads directory entries, small JSON files and header bytes. Two checkpoints are the same if their bytes are: fine-tunes
-share names, lengths and headers, often times too. A file's content is proven by a value for which its store vouches
-(`FileStat.vouched`), else by samples: blocks of its tensors, the only data that is read here. Samples prove nothing
-about the bytes between them. So on one machine the identity also includes the location of each local file. STORES.md
-describes the strength and cost of these proofs.
+Reads directory entries, small JSON files and header bytes. Two checkpoints are the same only if their bytes are.
+Fine-tunes share names, lengths and headers, and often modification times. A file's content is proven by a value for
+which its store vouches (`FileStat.vouched`), else by samples: blocks of its tensors, the only data that is read here.
+Samples prove nothing about the bytes between them. So on one machine the identity also includes the location of each
+local file. STORES.md describes the strength and cost of these proofs.
 """
 
 from __future__ import annotations
@@ -439,12 +439,12 @@ class SourceIdentity:
 
     @property
     def here(self) -> str:
-        """Digest of both: the identity for data that is kept on this machine."""
+        """Digest of content and place: the identity for data that is kept on this machine."""
         return xxh3_hex(compact_json([self.content, self.place]))
 
 
 def identity_of(checkpoint: SourceCheckpoint) -> SourceIdentity:
-    """Return the identity of a checkpoint, with its files as of the first call; see `is_unchanged`.
+    """Return the identity of a checkpoint, with its files as they were at the first call; see `is_unchanged`.
 
     Raises:
         FormatError: a file is missing, or was truncated.
@@ -456,11 +456,11 @@ def identity_of(checkpoint: SourceCheckpoint) -> SourceIdentity:
 
 
 def is_unchanged(checkpoint: SourceCheckpoint, before: SourceIdentity) -> bool:
-    """Return True if the files still have an identity; for errors see `identity_of`.
+    """Return True if the files still have this identity; for errors see `identity_of`.
 
-    Usually no file is read. Each file must have the version of its header, which all reads require. A local file must
-    also have its place, and each write changes the ctime in it. On file systems of other machines, which may report any
-    ctime, samples are read again.
+    Usually no file is read. Each file must have the version that its header was read from, as for all reads. A local
+    file must also have the same place; each write changes the ctime, which is part of it. On file systems of other
+    machines, which may report any ctime, samples are read again.
     """
     folder, files = checkpoint.folder, checkpoint.files
     if any(_status(folder, file.name).version != file.version for file in files if file.version):

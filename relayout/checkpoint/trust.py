@@ -112,7 +112,7 @@ class SignedFolder(Statement):
 
     @property
     def lists_all(self) -> bool:
-        """True if every file is signed by itself. Otherwise only relayout.json is, which proves all others."""
+        """True if the signature lists every file. Otherwise it lists only relayout.json, which proves all others."""
         return set(self.digests) != {MANIFEST_NAME}
 
 
@@ -209,7 +209,7 @@ def verify_source_signature(store: Store, policy: Policy) -> tuple[str, Mapping[
     Raises:
         FormatError: the checkpoint has no signature of a signer in the policy. Signers with a `content` list are
             accepted for converted checkpoints only.
-        PlanError: the policy has no signer for this place.
+        PlanError: the policy has no signer for this location.
     """
     reasons: list[str] = []
     signature = _read_signed(store, SIGNATURE_NAME, MAX_SIGNATURE_NBYTES, policy)
@@ -226,8 +226,8 @@ def verify_statement(store: Store, policy: Policy, content: Callable[[bytes], st
     A folder with the name of a step must be signed under that name: so a step cannot be passed off as another one.
 
     Args:
-        content: returns the content of a relayout.json as stored, which a policy may name. It is called only for a
-            signed relayout.json.
+        content: function that returns the content id of a stored relayout.json, which a policy may name. It is called
+        only for a signed one.
     """
     signers = _signers_for(store, policy)
     signature, blob = (

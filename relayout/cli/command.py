@@ -190,8 +190,8 @@ class Printing:
         """Begin work, and return the form in which its progress is reported.
 
         From now on, a signal raises an exception, for cleanup, and a closed stdout does not end the process. Call this
-        among the arguments of the working function: a signal during the import of that function then still ends the
-        process at once.
+        in the argument list of the call that does the work: a signal during the import of that function then still ends
+        the process at once.
         """
         signals.raise_on_signal()
         signal.signal(signal.SIGPIPE, signal.SIG_IGN)

@@ -83,8 +83,8 @@ def verify(
     Of a converted folder, checks structure, manifest, and the digest of every slice; with --source, each slice against
     the source. Only --source and `relayout restore` prove that the slices of all ranks make the tensors of the source.
 
-    Of a plain checkpoint, checks headers and index, and, without a network, every byte whose digest is known: by the
-    cache of the hub, `hf download --local-dir`, SHA256SUMS or, with --trust, model.sig.
+    Of a plain checkpoint, checks headers and index, and, without a network, every byte that has a digest in the cache
+    of the hub, in `hf download --local-dir`, SHA256SUMS or, with --trust, model.sig.
     """
     with output(quiet, verbose, as_json) as out:
         from relayout.cli import render

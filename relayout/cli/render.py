@@ -455,7 +455,7 @@ def _file_system(file: FileFacts) -> str:
 
 
 def _is_on_one_server(file: FileFacts) -> bool:
-    """Return True if a file of Lustre is large enough for more than its one stripe."""
+    """Return True if a file on Lustre has one stripe, but is large enough for more."""
     return file.num_stripes == 1 and file.nbytes >= _MIN_STRIPED_NBYTES
 
 

@@ -109,7 +109,7 @@ def convert(
     """Rewrite a checkpoint for N tensor-parallel ranks.
 
     OUT appears complete or not at all; SRC is only read. After an interruption the same command resumes. With --tp 1
-    any model can be converted, into a folder for stock loaders.
+    any model can be converted, into a folder for built-in loaders.
     """
     with output(quiet, verbose, as_json) as out:
         way = _Way(dry_run, force, if_missing, threads, memory, scratch, unit, commit)
@@ -267,7 +267,7 @@ def copy(
 ) -> None:
     """Copy the files that ranks need between folders and stores.
 
-    Compares every byte with its digest. DST appears complete or not at all, and says which ranks it has. After an
+    Compares every byte with its digest. DST appears complete or not at all, and its manifest lists its ranks. After an
     interruption the same command resumes.
     """
     with output(quiet, verbose, as_json) as out:
@@ -306,7 +306,7 @@ def delta(
     verbose: VerboseOption = False,
     as_json: JsonOption = False,
 ) -> None:
-    """Write what changed between two converted folders.
+    """Write the changes between two converted folders.
 
     Unchanged elements take almost no space, wherever they are.
     """

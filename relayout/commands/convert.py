@@ -31,9 +31,9 @@ def convert(
         output: the folder to make; default is `SOURCE-tpN` next to the source folder. It appears complete
             or not at all.
         tp: number of tensor-parallel ranks.
-        align: power of two, 512 bytes to 16 MiB. If all slices of a tensor have sizes that are multiples of it, they
-            start at multiples of it. Sizes are bytes, or text such as "16KiB".
-        plan: a plan file, the name of a built-in plan, or "transformers" for that package's plan; "vllm" or "sglang":
+        align: power of two, 512 bytes to 16 MiB. Slices of a tensor start at multiples of this alignment if the sizes
+        of all of them are multiples of it. Sizes are bytes, or text such as "16KiB". plan: a plan file, the name of a
+        built-in plan, or "transformers" for that package's plan; "vllm" or "sglang":
             cut as the classes of that installed engine cut; or the `Plan` of another conversion of this checkpoint.
             Default: the built-in plan for config.json's `model_type`. Not needed for `tp=1`.
         trust_remote_code: with "vllm" or "sglang": allow the engine to run Python files of the source.
@@ -42,7 +42,8 @@ def convert(
             rank, which is the default with the plan of transformers.
         max_part_nbytes: approximate size of files, in bytes; larger ranks are split into several files.
         layout: "ranks": separate files for each rank's slices. "whole": whole tensors, which every built-in loader
-            reads, and each rank's slices that are not contiguous in them; a third larger for a Llama.
+            reads, and in addition each rank's slices that are not contiguous in them; for a Llama, the output is a
+            third larger.
         ranks: write only these ranks, such as range(4) or "0-3", and read only the bytes of the source that they need.
             Default: all.
         force: replace an output folder that relayout wrote, or discard an interrupted conversion that cannot be
@@ -50,7 +51,8 @@ def convert(
         threads: threads that read, copy and write.
         memory: bytes that they may use for copying, or text such as "512MiB".
         scratch: folder for files before their upload to a bucket; default is the system's temporary folder (TMPDIR). It
-            needs room for two units: a unit is all files of one number, about `max_part_nbytes` for each rank.
+            needs room for two units: a unit is the files of all ranks with one part number, about `max_part_nbytes` for
+            each rank.
         progress: True for a bar on stderr, or a function that is called with (bytes done, total bytes).
 
     Raises:

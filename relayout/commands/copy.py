@@ -517,7 +517,7 @@ class _RankFileCopier:
         return piece.nbytes
 
     def _reused(self, index: int, piece: Extent, view: memoryview, scratch: Buffer) -> bool:
-        """Fill `view` with a chunk or the header, as far as an older folder has it; False: all of it must be read."""
+        """Fill `view` with a chunk or the header, as far as an older folder has it; return False if there is none."""
         if self._reuse is None:
             return False
 

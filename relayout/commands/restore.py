@@ -223,7 +223,7 @@ class _TensorWriter:
         self._output.keep(f"shard-{index}", b"")
 
     def _read_span(self, span: Span, loaded: LoadedRanges, buffer: Buffer) -> None:
-        """Read a span from its first target, and copy its pieces to their positions in the source."""
+        """Read a span from the first of its locations, and copy its pieces to their positions in the source."""
         place = span.targets[0]
         stored = Extent(place.offset, span.nbytes).aligned()
         blocks = buffer.reserve(stored.nbytes)

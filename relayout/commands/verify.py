@@ -324,7 +324,7 @@ def _culprit(actual: str | None, recorded: str | None) -> Culprit:
 
 
 def _compare_files(record: SourceRecord, source: SourceCheckpoint) -> Iterator[Difference]:
-    """Yield differences in the rest of a restored source: names, lengths and headers of shards, index, side files."""
+    """Yield differences in what else a restore writes: names, lengths and headers of shards, index, side files."""
     expected = {file.name: (file.nbytes, file.header) for file in record.files}
     actual = {file.name: (file.nbytes, file.header) for file in source.files}
     for name in sorted(name for name in actual.keys() | expected.keys() if actual.get(name) != expected.get(name)):

@@ -64,7 +64,7 @@ class SourceVerification(Result):
 
 
 def is_unconverted(store: Store) -> bool:
-    """Return True for a safetensors file, and for a folder with some of these and no part of a converted checkpoint."""
+    """Return True for a safetensors file, and for a folder with such files and no part of a converted checkpoint."""
     if store.kind() is not Kind.FOLDER:
         return store.kind() is Kind.FILE
     if store.stat(MANIFEST_NAME) is not None:

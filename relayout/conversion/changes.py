@@ -31,7 +31,7 @@ def write_pieces(made: Output, file: str, number: int, changes: Iterable[Encoded
 
     Args:
         number: of the file.
-        changes: by rising number. Pieces with empty `encoded` are unchanged and skipped.
+        changes: of pieces, by rising piece number. Pieces with empty `encoded` are unchanged and skipped.
     """
     found = (piece for piece in changes if piece.encoded)
     first = next(found, None)

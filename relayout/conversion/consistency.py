@@ -103,7 +103,7 @@ class Verification(Result):
 
     @property
     def culprit(self) -> Culprit | None:
-        """The faulty party; None if nothing differs. "source" has priority over "either", which it explains."""
+        """The faulty party; None if nothing differs. "source" outranks "either", because it is the cause."""
         found = {difference.culprit for difference in self.differences}
         order: tuple[Culprit, ...] = ("folder", "source", "either", "side files", "ranks", "others")
         return next((culprit for culprit in order if culprit in found), None)
@@ -308,7 +308,7 @@ def _check_metadata(name: str, actual: Mapping[str, str], expected: Mapping[str,
 
 
 def _sharding_info(file: _FileRows, metadata: Mapping[str, str]) -> tuple[list[Difference], str]:
-    """Check the slice offsets for PyTorch DCP; return differences and the expected text, or after errors the stored."""
+    """Check the slice offsets for PyTorch DCP; return differences, and the expected (on errors: stored) text."""
     name, table = file.indexed.name, file.table
     kinds, kind_of = table.kinds, table.kind_of
     starts = [kind.part.starts(len(kind.source_shape)) if kind.part.is_box else None for kind in kinds]
@@ -325,7 +325,7 @@ def _sharding_info(file: _FileRows, metadata: Mapping[str, str]) -> tuple[list[D
 
 
 def check_arenas(manifest: Manifest, tables: Mapping[int, RankTable]) -> Iterator[Difference]:
-    """Check the location of each rank's bytes: inside whole tensors, or in reach of direct reads."""
+    """Check the location of each rank's bytes: inside whole tensors, or where direct reads can be used."""
     whole = tables.get(manifest.num_ranks)
     for rank in tables.keys() & set(manifest.present):
         if manifest.whole is None:
@@ -335,7 +335,7 @@ def check_arenas(manifest: Manifest, tables: Mapping[int, RankTable]) -> Iterato
 
 
 def _check_bulk(manifest: Manifest, rank: int, table: RankTable) -> Iterator[Difference]:
-    """Check that the bulk of each file can be read directly to its arena offset: one read that shares no block."""
+    """Check that one direct read can put the bulk of each file at its arena offset, in blocks of its own."""
     entry = manifest.holders[rank]
     sizes = list(table.sizes)
     reads = [read.transfer for read in entry.reads]

@@ -125,7 +125,7 @@ class CopyPlan:
         """Plan the steps of a conversion.
 
         With `by_source`, the steps go through source files from front to back, and each has all slices of its source
-        bytes. Offsets in the unit's files may then fall.
+        bytes. Offsets in the unit's files may then decrease.
         """
         self.conversion = conversion
         self._tensors = conversion.source.tensors
@@ -271,7 +271,7 @@ def _held(tensor: CutTensor) -> list[_Held]:
 
 
 def _places(conversion: Conversion, holder: int) -> tuple[Sequence[int], Sequence[int]]:
-    """List for each tensor the number of the holder's file with it, and its absolute offset; -1 if none has it."""
+    """Return each tensor's file of the holder, by number, and its absolute offset there; -1 if no file has it."""
     files, offsets = np.full((2, len(conversion.source.tensors)), -1, np.int64)
     for index in conversion.layout.holders[holder]:
         file = conversion.layout.files[index]
@@ -283,7 +283,7 @@ def _places(conversion: Conversion, holder: int) -> tuple[Sequence[int], Sequenc
 
 
 def _chunk_length(transfers: Iterable[Transfer], chunk_nbytes: int) -> int:
-    """Return the bytes of a source chunk: whole rows if columns are cut, and whole blocks in every file if possible."""
+    """Return the size of a source chunk: whole rows if columns are cut, and whole blocks in every file if possible."""
     strided = [transfer for transfer in transfers if transfer.count > 1]
     stride = max((transfer.source_stride for transfer in strided), default=0)
     if not strided or stride > chunk_nbytes:
@@ -398,7 +398,7 @@ class LoadedRanges:
 
 
 class TensorHashes:
-    """Digests of tensors and their slices, from the pieces in which they pass. Thread-safe."""
+    """Digests of tensors and their slices, computed from pieces as they are copied. Thread-safe."""
 
     def __init__(self, conversion: Conversion, stop: Stop) -> None:
         self._tensors = conversion.source.tensors
@@ -456,7 +456,7 @@ def run_copy_steps(
     on_progress: Callable[[int], None] | None = None,
     stop: Stop | None = None,
 ) -> dict[int, TensorDigests]:
-    """Carry out all steps, and return the digests of each tensor that passed.
+    """Carry out all steps, and return the digests of each tensor that was copied.
 
     Args:
         put: takes the bytes of a span for each target, as `FileSink.put`; called by several threads. None: digests
@@ -500,7 +500,7 @@ _Staged = tuple[Span, memoryview, int]
 
 
 def _stage(spans: Sequence[Span], source: SourceCheckpoint, loaded: LoadedRanges, buffer: Buffer) -> list[_Staged]:
-    """Assemble the spans in memory, each at the address, modulo a block, of its first target's offset."""
+    """Assemble the spans in memory. Modulo a block, each span's address is the offset of its first target."""
     positions = []
     end = 0
     for span in spans:

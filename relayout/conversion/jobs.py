@@ -257,7 +257,7 @@ def commit_units(
 
 
 def complete_parts(output: Output, conversion: Conversion, written: WrittenDigests) -> None:
-    """Write the sidecar, such as tables and manifest, for the weight files that parts have added.
+    """Write the sidecar, such as tables and manifest, for the weight files that are in finished parts.
 
     Args:
         written: all tensors with bytes, and all files.

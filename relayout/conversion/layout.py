@@ -8,10 +8,11 @@ start of a file to its end.
 A holder owns files: each rank is one, and the `whole` layout has, after the ranks, one more that holds every tensor
 whole. In that layout a rank's own files contain only the slices that are not contiguous in the whole tensors.
 
-Alignment comes from a padded header and from that order alone: falling order of the largest power of two that divides
-all slices of a tensor (up to the alignment). Every slice then starts at a multiple of its tensor's power, because the
-lengths before it are such multiples. So the tensors with only slices that are multiples of the alignment come first, in
-model order, all aligned. The rest is one packed tail, in which each slice is still aligned to its element type.
+Alignment comes only from a padded header and from the order of the tensors in a unit: falling, by the largest power of
+two that divides all slices of a tensor (up to the alignment). Every slice then starts at a multiple of its tensor's
+power, because the lengths before it are such multiples. So tensors with only slices of lengths that are multiples of
+the alignment come first, in model order, all aligned. The rest is one packed tail, in which each slice is still aligned
+to its element type.
 """
 
 from __future__ import annotations
@@ -310,7 +311,7 @@ def cut_tensors(
 
 
 def not_for_dcp_because(source: SourceCheckpoint, plan: Plan, layout: str) -> str | None:
-    """Return why headers lack the metadata for PyTorch DCP to read the ranks as one model; None: they have it."""
+    """Return why headers lack the metadata by which PyTorch DCP reads the ranks as one model; None: they have it."""
     if plan.num_ranks == 1 or layout == WHOLE_TENSORS:
         return "tensors are stored whole, and PyTorch DCP reads them without it"
     if _NOT_IN_DCP.intersection(tensor.dtype for tensor in source.tensors):
@@ -324,7 +325,7 @@ def not_for_dcp_because(source: SourceCheckpoint, plan: Plan, layout: str) -> st
 def _units(
     source: SourceCheckpoint, tensors: Sequence[CutTensor], order: Sequence[int], num_ranks: int, max_part_nbytes: int
 ) -> Iterator[tuple[int, ...]]:
-    """Cut the model order into units with files within both limits; a tensor that exceeds them is a unit by itself.
+    """Cut the model order into units with files within the limits of size and header; a larger tensor is its own unit.
 
     Args:
         order: the positions of the tensors that are in units, in model order. If empty, there is one empty unit.

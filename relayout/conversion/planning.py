@@ -132,9 +132,8 @@ def plan_conversion(
 
     Args:
         source: a checkpoint folder, a Hugging Face cache snapshot, a folder of torch DCP, or one .safetensors file.
-        output: the folder to make; default is `SOURCE-tpN` next to the source folder. A single file has no default: it
-            would lie in the folder of the source.
-        options: as for `convert`.
+        output: the folder to make; default is `SOURCE-tpN` next to the source folder. A single file has no default: the
+        output would lie in the folder of the source. options: as for `convert`.
 
     Returns:
         The planned conversion, for `preview`, `carry_out` and `is_carried_out`.
@@ -210,7 +209,7 @@ def find_plan(
     unmatched: Unmatched | None = None,
     trust_remote_code: bool = False,
 ) -> Plan:
-    """Return the plan of a checkpoint, as a plain value for every kind of `plan`.
+    """Return the plan of a checkpoint; every kind of `plan` gives the same type.
 
     Args:
         plan: a plan that was found for this checkpoint before; a plan file; "transformers", or a key of `ENGINES`;
@@ -346,7 +345,7 @@ def preview(conversion: Conversion) -> Preview:
 
 
 def _tail_nbytes(tensor: CutTensor, alignment: int) -> int:
-    """Return the bytes, over all ranks, of a tensor outside the aligned front of its files; 0 for a tensor inside."""
+    """Return how many bytes of a tensor, over all ranks, are outside the aligned front of its files; 0 if none."""
     if not any(nbytes % alignment for nbytes in tensor.sizes):
         return 0
     return sum(nbytes * len(ranks) for nbytes, ranks in zip(tensor.sizes, tensor.cut.holders, strict=True))

@@ -239,7 +239,7 @@ class FileSink:
         """The digests of the chunks of each file; empty bytes for those not yet known."""
 
     def put(self, target: Target, view: memoryview, address: int) -> None:
-        """Write the bytes for one target. Their memory, at `address` modulo a block, is reused after the call."""
+        """Write the bytes for one target. The caller reuses their memory, which is at `address` modulo a block."""
         with self._files.use(target.file) as file:
             file.write(target.offset, view, address)
         if target.file in self._chunks:
@@ -407,7 +407,7 @@ def make_unit(
 
     Args:
         identity: of the source, before it was read.
-        fingerprint: of the conversion, with the content of that identity.
+        fingerprint: of the conversion; it contains the content digest of that identity.
     """
     conversion = plan.conversion
     written = run_unit(plan, unit, output, threads=threads, on_progress=on_progress)

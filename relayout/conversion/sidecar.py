@@ -308,8 +308,8 @@ def source_record(conversion: Conversion, side_files: Sequence[SideFile]) -> Sou
 def _hub_index(conversion: Conversion) -> bytes:
     """Return the index.json with which built-in loaders read the whole tensors.
 
-    If the folder has only slices, the index names a file that does not exist: loaders that use the index stop, and do
-    not mistake slices for tensors.
+    If the folder has only slices, the index names a file that does not exist, so that loaders that use the index fail
+    instead of taking slices for tensors.
     """
     source, num_ranks = conversion.source, conversion.plan.num_ranks
     is_whole = num_ranks == 1 or conversion.has_whole

@@ -141,7 +141,7 @@ def numbers(value: str | Iterable[int], count: int, what: str, because: str) -> 
         value: the numbers.
         count: numbers are from 0 to `count` - 1.
         what: their name in messages.
-        because: the reason for that limit, in messages.
+        because: the reason for the limit `count`, in messages.
 
     Raises:
         PlanError: the value has no numbers, or one that is out of range.
@@ -186,7 +186,7 @@ def invalid_because(pattern: str) -> str | None:
 
 
 def slow_because(pattern: str) -> str | None:
-    """Return why matching a name might be slow, for a message; None if it takes at most a square of the name's length.
+    """Return why matching a name might be slow, for a message; None if it takes quadratic time at most.
 
     After a failed match, each other end of a wildcard is tried, unless only one end is possible: at the next dot, or at
     the name's end. If one of the words in braces begins with another, each of them is tried.

@@ -60,7 +60,7 @@ new_blake3: Callable[[], Hash] = blake3
 
 
 def blake3_hex(blob: bytes | bytearray | memoryview) -> str:
-    """Return the BLAKE3 of the bytes, as 64 hex digits. It is cryptographic: a trusted digest proves the bytes."""
+    """Return the BLAKE3 of the bytes, as 64 hex digits. It is cryptographic: a trusted digest verifies the bytes."""
     return blake3(blob).hexdigest()
 
 

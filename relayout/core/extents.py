@@ -174,7 +174,7 @@ class Transfer:
         return [*before, whole, *after]
 
     def within(self, other: Transfer) -> Iterator[Transfer]:
-        """Yield the part of this transfer that `other` also reads: the bytes that both have in the space read from.
+        """Yield the part of this transfer that `other` also reads: the bytes of the source space that both read.
 
         The runs of each transfer ascend and do not overlap.
         """
@@ -206,7 +206,7 @@ class Transfer:
                 yield from self.clipped(run.source, run.source_end)
 
     def onto(self, other: Transfer) -> Iterator[Transfer]:
-        """Yield transfers of the bytes that both read, from the space that this one writes to that of `other`.
+        """Yield transfers of the bytes that both read, from this transfer's target space to the target of `other`.
 
         The runs of each transfer ascend and do not overlap.
         """

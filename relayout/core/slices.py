@@ -285,7 +285,7 @@ def slice_transfers(dtype: str, shape: tuple[int, ...], part: Slice, bits: int |
     """Return transfers from a tensor's bytes (source) to a slice's dense bytes (target), relative to their first bytes.
 
     Args:
-        bits: of an element; None: those of the dtype, which must be known.
+        bits: bits of an element; None: those of the dtype, which must be a known one.
     """
     bits_per_element = BITS[dtype] if bits is None else bits
     if not part.by_axis:
@@ -323,7 +323,7 @@ def slice_transfers(dtype: str, shape: tuple[int, ...], part: Slice, bits: int |
 
 @dataclass(frozen=True, eq=False)
 class CutTensor:
-    """A cut of a dtype and shape: shape, size and transfers of each distinct slice. Shared by equal tensors."""
+    """A cut applied to a dtype and shape: shape, size and transfers of each distinct slice. Shared by equal tensors."""
 
     cut: Cut
     dtype: str

@@ -70,7 +70,7 @@ def _split_at_number(pattern: str, name: str) -> tuple[str, int, str]:
 
 
 def _part_starts(name: str) -> list[int]:
-    """Return the starts of a name's parts: a prefix may have been removed before the pattern matched."""
+    """Return the starts of a name's parts. A pattern may match from any of them, if a prefix was removed before."""
     return [0, *(index + 1 for index, character in enumerate(name) if character == ".")]
 
 

@@ -41,7 +41,7 @@ def start_child(
     Args:
         environment: of the child, without variables that would let it import from the working folder; None: this
             process's environment.
-        within: words before the command, of a program that replaces itself with it, such as `nsenter`.
+        within: words to put before the command: a program that then executes it in its place, such as `nsenter`.
         streams: `stdin`, `stdout`, `stderr` and `bufsize`, as for `subprocess.Popen`.
     """
     command = [*within, sys.executable, "-P", *_inherited_flags(), "-m", module, *arguments]
@@ -70,7 +70,7 @@ def _is_working_folder(folder: str) -> bool:
 
 
 def wait_for_child(child: Child, log: Path, silence_seconds: float) -> int | None:
-    """Wait for a child as long as its log grows; then, and after an error here, kill it and all that it has started.
+    """Wait for a child as long as its log grows. At the end, or after an error here, kill it and its descendants.
 
     Returns:
         The exit status of the child; None: it wrote nothing for `silence_seconds`.

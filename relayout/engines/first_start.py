@@ -150,7 +150,7 @@ def first_start(
     the engine's own loader takes the checkpoint. Only a wrong option is an error.
 
     Args:
-        otherwise: what happens to the checkpoint without a cache, for messages.
+        otherwise: how the checkpoint is loaded without a cache, for messages.
 
     Raises:
         PlanError: the option `cache` is a folder inside the checkpoint.

@@ -100,7 +100,7 @@ class _Partial(ABC):
 
     @abstractmethod
     def _renew(self, whole: torch.Tensor) -> None:
-        """Copy the available elements, which may have been written to, to the whole tensor."""
+        """Copy the available elements, which may have changed, to the whole tensor."""
 
     def whole(self, operation: str) -> torch.Tensor:
         """Return all elements, read once, in memory of their own."""
@@ -160,7 +160,7 @@ class _Slice(_Partial):
         return None
 
     def plain(self, operation: str, geometry: Geometry) -> torch.Tensor:
-        """Read only the range of an axis that covers a view, unless it overlaps the slice (it may have changed)."""
+        """Read only the range of an axis that covers a view, unless it overlaps the slice, which may have changed."""
         if 0 in self.shape:
             return super().plain(operation, geometry)
         axis, (start, length) = self._least(geometry)
@@ -175,7 +175,7 @@ class _Slice(_Partial):
         return view
 
     def _least(self, geometry: Geometry) -> tuple[int, Range]:
-        """Return the range of the cut axis that covers a view; if nothing is held, of the axis with the least part."""
+        """Return the range of the cut axis that covers a view; if the slice is empty, the smallest of any axis."""
         axes = [self.axis] if self.ranges else range(len(self.shape))
         found = {axis: self._covered(geometry, axis) for axis in axes}
         axis = min(found, key=lambda axis: found[axis][1] / self.shape[axis])
@@ -387,7 +387,7 @@ class GlobalTensor(torch.Tensor):
         return self._memory.plain(operation, geometry_of(self))
 
     def _order(self) -> list[int] | None:
-        """Return the order in which this view has the axes of the whole memory; None if it is another view."""
+        """Return the order in which this view has the axes of the whole memory; None if it is not such a view."""
         (size, strides, offset), (whole_size, whole_strides, _) = geometry_of(self), self._memory.geometry
         base, mine = list(zip(whole_size, whole_strides, strict=True)), list(zip(size, strides, strict=True))
         if offset or sorted(base) != sorted(mine):
@@ -440,7 +440,7 @@ class GlobalTensor(torch.Tensor):
 
 
 def _check_written(func: Any, args: Any, kwargs: Any) -> None:
-    """Check that an operation writes to no global tensor: elements that a slice holds are written by plain views."""
+    """Check that an operation writes to no global tensor: elements of a slice must be written through plain views."""
     if names := written_by(func):
         values = dict(zip((argument.name for argument in func._schema.arguments), args, strict=False)) | kwargs
         for target in tree_leaves([values.get(name) for name in names]):

@@ -90,7 +90,7 @@ class WeightsLocation:
         return scheme_of(self.source) in (None, "hf")
 
     def otherwise(self, engine: str) -> str:
-        """Return a clause for messages: how a plain checkpoint is loaded that is in no cache."""
+        """Return a clause for messages: how a plain checkpoint that is in no cache is loaded."""
         return f"{engine} loads it itself" if self.has_engines_loader else "it is sliced while it is loaded"
 
     def shapes(self, rank: int, num_ranks: int) -> Shapes | None:
@@ -204,8 +204,8 @@ def shows_progress() -> bool:
 def check_same_model(had: Shapes | None, path: str, new: Shapes | None) -> None:
     """Check that weights are for the model that an engine has loaded, so that an update writes all of it.
 
-    Reason: the engine's loaders take tensors by names and shapes, and with the same names and shapes they have written
-    every parameter before.
+    Reason: the engine's loaders match tensors by name and shape, so tensors with the names and shapes of the first load
+    again write every parameter.
 
     Raises:
         PlanError: they are not.
@@ -221,7 +221,7 @@ def check_same_model(had: Shapes | None, path: str, new: Shapes | None) -> None:
 
 
 def refuse_unverified(path: str | None, what: str) -> None:
-    """Raise PlanError if there is a policy: the engine would load these weights itself, without verification.
+    """Raise PlanError if a policy is set, as the engine would load these weights itself, without verification.
 
     Raises:
         PlanError, OSError: there is a policy; or as `policy_of`.
@@ -309,7 +309,7 @@ class EngineRank:
 
     @property
     def places_all_experts(self) -> bool:
-        """True if there is one rank, and the engine uses only some experts in it."""
+        """True if there is one rank, and each process uses only experts that the engine selects."""
         return self.num_ranks == 1 and self.owns_experts and not self.has_own_block
 
     def check(self, manifest: Manifest, path: str) -> None:
@@ -345,8 +345,8 @@ class EngineRank:
         """Return the tensors at a path for this rank.
 
         Args:
-            manifest: of a folder that the user has converted, checked. None: the checkpoint is plain, or in a cache.
-            options, store, deltas: as of `RankWeights`.
+            manifest: the checked manifest of a folder that the user has converted. None: the checkpoint is plain, or in
+            a cache. options, store, deltas: as of `RankWeights`.
         """
         has_all = manifest is None or manifest.num_ranks == 1 or manifest.expert_parallel
         is_as_here = store is not None or (manifest is not None and manifest.num_ranks == self.num_ranks)
@@ -456,7 +456,7 @@ class ByModel(Generic[Entry]):
         self._values: WeakKeyDictionary[Any, Entry] = WeakKeyDictionary()
 
     def remember(self, value: Entry, *keys: object) -> None:
-        """Keep a value by objects of the engine. Objects that cannot be keys are left out."""
+        """Keep a value, with objects of the engine as keys. Objects that cannot be keys are left out."""
         for key in keys:
             with suppress(TypeError):  # Instances of a class that compares by value: not an error.
                 self._values[key] = value

@@ -1,4 +1,4 @@
-"""Predict which of the tensors that an engine places by itself it will use, from its use of the first layers.
+"""Predict which tensors an engine will use, of those that it places by itself, from its use of the first layers.
 
 With expert parallelism, a process uses some experts, each whole. The selection depends on the launch: on the degrees,
 the placement, and redundant experts. Only the engine's loader determines it, and it skips all other experts before it
@@ -29,12 +29,12 @@ def is_expert(name: str) -> bool:
 
 
 def is_shared_expert(name: str) -> bool:
-    """Return True if a tensor belongs to an expert that all tokens pass."""
+    """Return True if a tensor belongs to an expert that processes all tokens."""
     return _SHARED.match(name) is not None
 
 
 def is_of_feed_forward(name: str) -> bool:
-    """Return True if a tensor belongs to a layer's part after attention, experts included, or to the output head."""
+    """Return True if a tensor belongs to a layer's part after attention (such as experts) or to the output head."""
     return _OF_ALL_RANKS.match(name) is not None or is_expert(name) or is_shared_expert(name)
 
 

@@ -219,7 +219,7 @@ class RankWeights:
         return replace(contents, source_shapes=contents.shapes).rows(rows)
 
     def _request(self, **others: Any) -> LoadRequest:
-        """Return the request to the loader."""
+        """Return this object's request to the loader."""
         from relayout.loader.sources.checkpoint import LoadRequest
 
         request = LoadRequest(
@@ -326,8 +326,8 @@ class Delivery:
     def __iter__(self) -> Iterator[tuple[str, torch.Tensor]]:
         """Yield the tensors, in file order; unread tensors come last.
 
-        Tensors that the engine places by itself come before and after all other tensors. Engines that load in threads
-        have used the first of them when the last slice is read.
+        Of the tensors that the engine places by itself, the first layers come before all other tensors, and the rest
+        after them. By the time the last slice is read, engines that load in threads have used the first layers.
         """
         from relayout.loader.sources.checkpoint import warn_if_slow
         from relayout.loader.sources.rank import cached_nbytes

@@ -118,9 +118,9 @@ def _target(hook: Hook) -> str:
 
 
 def verify(hooks: Callable[[], Sequence[Hook]], original: Callable[[Any], None], config: Any) -> None:
-    """Wrap `LoadConfig._verify_load_format` that removes the values that only relayout understands.
+    """Wrap `LoadConfig._verify_load_format` to remove the values that only relayout understands.
 
-    A process that creates such a configuration is about to load weights, so the loader is hooked here: to import it in
+    A process that creates such a configuration is about to load weights, so the loader is hooked here; importing it in
     every process would cost seconds.
 
     Raises:
@@ -172,7 +172,7 @@ def load_hooks() -> list[Hook]:
 
 
 def choose_loader(original: Callable[..., Any], load_config: Any, model_config: Any = None) -> Any:
-    """Wrap `get_model_loader` under a policy: refuse loaders that read weights in a different way."""
+    """Wrap `get_model_loader` under a policy: refuse loaders that bypass relayout."""
     loader = original(load_config, model_config)
     # These two read by `_get_weights_iterator`, unless they quantize weights that transformers has read.
     is_read_here = type(loader).__name__ == "DefaultModelLoader" or (
@@ -257,7 +257,7 @@ def prepare_weights(
 ) -> tuple[str, list[str], bool]:
     """Wrap `DefaultModelLoader._prepare_weights`: for a folder with slices only, return the rank's files.
 
-    SGLang uses the result to have the files in the page cache early, not to read them.
+    SGLang uses the result only to prefetch the files into the page cache, not to load tensors.
     """
     folder = str(model_name_or_path)
     manifest = find_manifest(find_input(folder)) if Path(folder).is_dir() else None

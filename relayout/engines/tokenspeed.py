@@ -79,7 +79,7 @@ def register() -> None:
 
 
 def choose_loader(original: Callable[[Any], Any], load_config: Any) -> Any:
-    """Replace `get_model_loader` under a policy: refuse loaders that read weights in a different way.
+    """Replace `get_model_loader` under a policy: refuse loaders that bypass relayout.
 
     Raises:
         PlanError: the loader is not the default one.
@@ -162,7 +162,7 @@ def _load_weights(
     check_scales: Callable[[Iterator[_Named]], Iterator[_Named]],
     weights: Iterator[_Named],
 ) -> Any:
-    """Replace a new model's `load_weights`: let it load; check that all its memory was written.
+    """Replace a new model's `load_weights`: load the weights; check that all memory of the model was written.
 
     Args:
         weights: the tensors as TokenSpeed reads them itself.

@@ -1,9 +1,9 @@
 """Detect memory of a model that was never written: it is marked when it is allocated, and checked after the load.
 
 An engine creates parameters without values, or with random ones, and its loader fills them. Code that sets a value on
-purpose (ones, zeros, a table) overwrites the marks, and so does the loader, in whatever way. A mark that remains after
-the load therefore proves that these bytes were never written. That is an error; or, where the engine may leave them so,
-the bytes are restored to their values before marking, so that no mark outlives a load. Marks are few, as each touches a
+purpose (ones, zeros, a table) overwrites the marks, and so does the loader, however it writes. A mark that remains
+after the load therefore proves that these bytes were never written. That is an error, unless the engine may leave them
+unwritten: then their values before marking are restored. So no mark outlives a load. Marks are few, as each touches a
 page, and spread evenly: any contiguous 1/33 of a parameter has one (so has each part of fused layers), and half of an
 expert has one. A parameter of at most 512 KiB is full of them. Needs torch at import time.
 """
@@ -60,7 +60,7 @@ def is_inspecting() -> bool:
 
 
 class Sentinels(TorchFunctionMode):
-    """Marks memory that gets no value, and parameters that get random ones, while a model is created within it."""
+    """Marks memory that gets no values, and parameters that get random ones, while a model is created in its block."""
 
     def __init__(self) -> None:
         super().__init__()

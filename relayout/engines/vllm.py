@@ -74,7 +74,7 @@ def register(methods: type[VllmLoader] | None = None) -> None:
 
 
 def _refused(loader: type[Any], load_config: Any) -> Any:
-    """Create a loader that reads weights in a different way. Raise PlanError if there is a policy."""
+    """Create a loader that bypasses relayout. Raise PlanError if there is a policy."""
     refuse_unverified(None, f"--load-format {load_config.load_format} is not loaded by relayout")
     return loader(load_config)
 
@@ -182,7 +182,7 @@ class VllmLoader:
         return self.setup.base.load_model(self, *arguments, **options)
 
     def load_weights(self, model: Any, model_config: Any) -> None:
-        """Load this rank's weights into the model; check that all its memory was written, or is as vLLM leaves it."""
+        """Load this rank's weights into the model; check that all its memory was written, unless vLLM leaves it so."""
         known = MODELS.of(model)
         if known is None or known.location is None or known.location.source != self.source_of(model_config):
             known = EngineModel(self._options, self._location(model_config))
@@ -274,7 +274,7 @@ class VllmLoader:
     def _get_weights_iterator(self, source: Any) -> Iterator[tuple[str, torch.Tensor]]:
         """Yield (name, tensor) of a source, for programs that call vLLM's default loader; all tensors are whole.
 
-        The target model is unknown here, so nothing is cut, and code that cuts the tensors cuts them once.
+        The target model is unknown here, so the tensors are whole: otherwise code that cuts them would cut them twice.
         """
         path = "/".join(filter(None, (str(source.model_or_path), getattr(source, "subfolder", None))))
         location = WeightsLocation(source_url(path, getattr(source, "revision", None)), is_explicit=False)
@@ -374,8 +374,8 @@ def _group(device: Any) -> ProcessGroup | None:
 def _ranks_of_node() -> tuple[int, ...] | None:
     """Return the tensor-parallel ranks on this node, ascending; None if all are. Every rank of the group calls it.
 
-    Nodes are detected one by one as in vLLM (`_node_count` of vLLM 0.32): by which ranks see the memory that one
-    shares.
+    Nodes are detected one by one as in vLLM (`_node_count` of vLLM 0.32): one rank shares memory, and the ranks that
+    can open it are on its node.
     """
     try:
         from vllm.distributed.parallel_state import get_node_count, get_tp_group, in_the_same_node_as
@@ -400,8 +400,8 @@ def _of_other_stages(
 ) -> tuple[Callable[[str], bool], Callable[[str], bool]]:
     """Return two tests for tensors of another pipeline stage: of its layers, and of its other modules.
 
-    Source: the class of the placeholder, by which vLLM's own loaders skip layers, too. Other placeholder classes exist,
-    which a loader replaces by the modules that it then loads.
+    Modules of other stages are recognized by the class of their placeholder, as in vLLM's own loaders. Placeholders of
+    other classes do not count: a loader replaces them by modules that it then loads.
     """
     if parallel.pipeline_parallel_size == 1:
         return lambda name: False, lambda name: False

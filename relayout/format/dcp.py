@@ -1,9 +1,9 @@
 """Parses the `.metadata` of a folder that PyTorch's distributed checkpoints (DCP) wrote: tensors and their positions.
 
-DCP stores a tensor as boxes: contiguous ranges along each dim. One process has written each box to a `.distcp` file.
-`.metadata` is a pickle of `torch.distributed.checkpoint.metadata.Metadata`. Nested dicts that were saved are flattened
-in it; `planner_data` has their keys (PyTorch 2.13: `metadata.py`, `filesystem.py`,
-`default_planner.py`, `_nested_dict.py`). It is read as data (`pickles`).
+DCP stores a tensor as boxes: contiguous ranges along each dim. Each box was written by one process, to a `.distcp`
+file. `.metadata` is a pickle of `torch.distributed.checkpoint.metadata.Metadata`. Nested dicts that were saved are
+flattened in it; `planner_data` has their keys (PyTorch 2.13: `metadata.py`, `filesystem.py`, `default_planner.py`,
+`_nested_dict.py`). It is read as data (`pickles`).
 """
 
 from __future__ import annotations
@@ -83,7 +83,7 @@ def parse_metadata(blob: bytes, where: str) -> SavedModel:
     """Parse `.metadata`, and find the model in it.
 
     Raises:
-        FormatError: it is damaged, or imports what it does not need; or boxes do not fill a tensor.
+        FormatError: it is damaged, or imports names that such a file does not need; or boxes do not fill a tensor.
         PlanError: it has no model, or several, or a tensor that relayout does not read.
     """
     with about(path=where):
@@ -169,7 +169,7 @@ def _path(full_name: str, paths: Mapping[Any, Any]) -> tuple[str, ...]:
 
 
 def _check_megatron(names: Iterable[str]) -> None:
-    """Raise PlanError for names of Megatron Core: its tensors hold all layers, and fuse others than the hub's do."""
+    """Raise PlanError for names of Megatron Core: it stacks all layers, and fuses other tensors than the hub."""
     name = next((name for name in names if ".self_attention.linear_" in name or ".mlp.linear_fc" in name), None)
     if name is not None:
         what = (
@@ -228,7 +228,7 @@ def _box(starts: Sequence[int], sizes: tuple[int, ...], shape: Sequence[int], in
 
 
 def _check_filled(shape: Sequence[int], boxes: Sequence[tuple[tuple[int, ...], tuple[int, ...]]]) -> None:
-    """Check that boxes, each inside of the shape, have every element once."""
+    """Check that boxes, each inside the shape, contain every element exactly once."""
     covered = sum(prod(sizes) for _, sizes in boxes)
     if covered != prod(shape):
         what = f"its boxes have {covered} of {prod(shape)} elements: was the save interrupted?"
@@ -238,7 +238,7 @@ def _check_filled(shape: Sequence[int], boxes: Sequence[tuple[tuple[int, ...], t
 
 
 def _overlapping(boxes: Sequence[tuple[tuple[int, ...], tuple[int, ...]]]) -> Iterator[bool]:
-    """Return True if a box overlaps one that begins before it, along the axis with the most different starts."""
+    """Yield, for each pair of boxes that meet along the axis with the most distinct starts, True if they overlap."""
     if len(boxes) < 2:
         return
     axis = max(range(len(boxes[0][0])), key=lambda axis: len({starts[axis] for starts, _ in boxes}))

@@ -4,10 +4,10 @@ A delta contains the manifest of the result, and only the changes of everything 
 header or a chunk. For each changed piece, the delta has the compressed XOR of the two versions and the BLAKE3 digest of
 the new one; for each changed tensor it has the digest. So the size of a delta is proportional to the changes.
 
-Most bytes of an XOR are zero. Elements that change by an optimizer step are anywhere, and differ in their low bits. So
-`encode` stores the positions of non-zero elements as gaps, and the first bytes of all elements before their second
-bytes: zstd can then exploit little except the frequencies of bytes. Measured on 1 MiB of BF16 in which 5 % of the
-elements changed by one unit in the last place: 2.6 %, where planes of all bytes and zstd take 4.8 %.
+Most bytes of an XOR are zero. The elements that an optimizer step changes are scattered, and differ in their low bits.
+So `encode` stores the positions of non-zero elements as gaps, and the first bytes of all elements before their second
+bytes: for zstd, little is then left to exploit except the frequencies of bytes. Measured on 1 MiB of BF16 in which 5 %
+of the elements changed by one unit in the last place: 2.6 %, while zstd on byte planes of all elements takes 4.8 %.
 """
 
 from __future__ import annotations
@@ -53,8 +53,8 @@ def encode(data: Array, runs: Sequence[tuple[int, int]]) -> bytes:
 
     Args:
         data: 1-D, contiguous.
-        runs: consecutive parts of `data`: bytes, and bytes of an element, which is one of `WIDTHS` and divides the
-            first.
+        runs: consecutive parts of `data`: each is its length in bytes, and the bytes of an element: one of `WIDTHS`
+        that divides the length.
 
     Returns:
         The input of `xor_into`; empty if all of `data` is zero.
@@ -120,7 +120,7 @@ def _set_in(mask: npt.NDArray[np.bool_]) -> Indices:
 
 
 def _gaps(indices: Indices) -> Array:
-    """Return the number of zeros before each position, as one byte after one `_SKIP` for each 255 zeros."""
+    """Return the number of zeros before each position, as one byte, preceded by one `_SKIP` for each 255 zeros."""
     gaps = indices.copy()
     gaps[1:] -= indices[:-1] + 1
     long = np.flatnonzero(gaps >= _SKIP)
@@ -169,7 +169,7 @@ class Elements:
     values: npt.NDArray[np.unsignedinteger[Any]]
 
     def within(self, start: int, end: int, width: int) -> tuple[npt.NDArray[np.int64], npt.NDArray[Any]] | None:
-        """Return positions, counted from `start`, and values in a part of the data; None if it has other elements.
+        """Return positions, counted from `start`, and values in a part of the data; None: other width or alignment.
 
         Args:
             start, end: of the part, in bytes of the data.
@@ -445,7 +445,7 @@ def dump_changed_digests(old: bytes, new: bytes) -> tuple[bytes, ChangedDigests]
 
 
 def parse_changed_digests(blob: bytes, part: ChangedDigests, count: int) -> tuple[npt.NDArray[np.int64], Array]:
-    """Parse the result of `dump_changed_digests`: rising rows, and the digest of each in binary form.
+    """Parse the result of `dump_changed_digests`: ascending row numbers, and the digest of each row in binary form.
 
     Args:
         count: of all digests of the holder, or of the source.
@@ -459,7 +459,7 @@ def parse_changed_digests(blob: bytes, part: ChangedDigests, count: int) -> tupl
 
 
 def _rising(numbers: npt.NDArray[np.uint64], count: int, what: str) -> npt.NDArray[np.int64]:
-    """Return numbers, or raise FormatError unless they rise and are below a count."""
+    """Return numbers. Raise FormatError unless they are ascending and below a count."""
     if len(numbers) and (int(numbers.max()) >= count or (numbers[1:] <= numbers[:-1]).any()):
         raise FormatError(f"{what}: expected rising numbers below {count}", code="field")
     return numbers.astype(np.int64)

@@ -302,7 +302,7 @@ def check_path(name: str) -> None:
 
 
 def check_apart(names: Iterable[str]) -> None:
-    """Raise FormatError if two files need the same path, as files or as folders."""
+    """Raise FormatError if two files have the same path, or one file's path is a folder in another's."""
     for path, next_path in pairwise(sorted(f"{name}/" for name in names)):
         if next_path.startswith(path):
             raise FormatError(f"{shown(path[:-1])} is used for two files or folders", code="field")

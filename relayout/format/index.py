@@ -289,7 +289,7 @@ def rank_file_name(rank: int, part: int, *, next_to_whole: bool = False) -> str:
 
 
 def missing_shard_name(num_ranks: int) -> str:
-    """Return the file name in the index of a folder with only slices. It does not exist: loaders' errors show it."""
+    """Return the file name in the index of a folder with only slices. It names no file: errors of loaders show it."""
     return f"this-folder-is-converted-for-{num_ranks}-ranks-and-needs-relayout.safetensors"
 
 

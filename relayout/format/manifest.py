@@ -193,7 +193,7 @@ def closed(text: bytes, colon: str = ":", end: str = "}\n") -> bytes:
 
     Args:
         text: the object up to this field, with a comma at its end.
-        colon, end: between and after name and value.
+        colon, end: text after the name and after the value.
     """
     return text + _SELF_DIGEST + f'{colon}"{blake3_hex(text)}"{end}'.encode()
 

@@ -138,9 +138,9 @@ def _sizes(table: RankTable, entry: RankEntry) -> Column:
 
 
 def _check_offsets(table: RankTable, manifest: Manifest, sizes: Column) -> None:
-    """Check that each tensor lies inside its file and the arena, and that one run of one read brings it there.
+    """Check that each tensor lies inside its file and the arena, and that a single run of a single read puts it there.
 
-    In a file of whole tensors, this holds for each range of a slice.
+    In a file of whole tensors, this must hold for each range of a slice.
 
     All numbers are at most MAX_SIZE, and `_check_reads` has checked those of the reads: no sum below overflows.
     """

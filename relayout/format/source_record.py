@@ -45,7 +45,7 @@ class RecordedFile:
 
 @dataclass(frozen=True, slots=True)
 class FileDigest:
-    """A digest of a whole file of a plain checkpoint, and its origin."""
+    """A digest of a whole file of a plain checkpoint, and where the digest is from."""
 
     name: str
     """Path relative to the folder."""
@@ -66,7 +66,7 @@ _FILE_DIGEST = re.compile(r"sha256:[0-9a-f]{64}|git-sha1:[0-9a-f]{40}")
 
 @dataclass(frozen=True, slots=True)
 class RecordedPlan:
-    """The plan by which the source was cut, and by which other degrees are cut."""
+    """The plan by which the source was cut, and by which it is cut for other degrees."""
 
     name: str
     """Name of the built-in plan or the plan file, or the model type, or the engine's version and class."""
@@ -80,7 +80,7 @@ class RecordedPlan:
 
     @property
     def full_name(self) -> str:
-        """ORIGIN:NAME."""
+        """The plan as ORIGIN:NAME."""
         return f"{self.origin}:{self.name}"
 
 

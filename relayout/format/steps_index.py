@@ -116,7 +116,8 @@ class Retention:
     def first_kept(self, entries: Sequence[PublishedStep], now: int) -> int:
         """Return the position of the first kept entry: the newest folder from which all kept steps can be rebuilt.
 
-        An entry with a time in the future, by a publisher with a fast clock, counts as old as the one after it.
+        An entry with a time in the future, from a publisher with a fast clock, is treated as published at the time of
+        the next entry.
         """
         first, time = max(0, len(entries) - max(1, self.num_steps)), now
         for i in reversed(range(len(entries))):
@@ -148,13 +149,13 @@ class StepsIndex:
 
     @property
     def last_names(self) -> frozenset[str]:
-        """The names of the last entry, and pending names. If a publisher finds unknown ones, it was replaced."""
+        """The names of the last entry, and pending names. If a publisher finds unknown names, another took over."""
         return frozenset(one.name for entry in self.entries[-1:] for one in entry.stored).union(self.pending)
 
     def announced(self, names: Iterable[str], now: int, grace_seconds: int) -> StepsIndex:
-        """Return the index with new pending names. Those of another publisher are retired: its last update fails.
+        """Return the index with new pending names. Those of another publisher are retired: what it is publishing fails.
 
-        Names retired in the future, by another publisher's clock, are retired now.
+        Times of retirement that lie in the future, by another publisher's fast clock, are set to now.
 
         Args:
             grace_seconds: of the publisher, from now on.

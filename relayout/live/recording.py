@@ -412,7 +412,7 @@ def _seen_around(recording: Recording) -> Iterator[None]:
 
 @contextmanager
 def _without_threads(recording: Recording) -> Iterator[None]:
-    """Run work in this thread that it would submit to a thread pool, as SGLang's loaders of experts do.
+    """Run work in this thread instead of a thread pool that it submits to, as SGLang's loaders of experts do.
 
     A dispatch mode does not see other threads. A thread that is started in another way sets `has_unseen`. Daemon
     threads are exempt: the process may end while they run, so required work is not left to them.

@@ -83,7 +83,7 @@ def _hooks() -> list[Hook]:
 
 @dataclass(slots=True)
 class Update:
-    """New weights for a model, for which SGLang calls its own loader once more."""
+    """New weights for a model. SGLang calls its own loader once more to load them."""
 
     location: WeightsLocation
     """The location that the request names."""
@@ -444,7 +444,7 @@ def _chain_of(root: str, step: PublishedStep, have: str | None) -> list[str]:
 
 
 def _real(root: str, name: str) -> str:
-    """Return the real path of a repository's folder or delta: a link in the repository may be removed earlier."""
+    """Return the real path of a repository's folder or delta: a link to it may be removed before its target."""
     path = f"{root}/{name}"
     return path if scheme_of(root) else os.path.realpath(path)
 

@@ -417,7 +417,7 @@ class LiveWeights:
         """Check that recorded parameters have not moved, and forget the content if sampled elements have changed.
 
         Engines free memory and allocate other memory instead (their sleep modes), and receive weights in other ways.
-        Only some elements of each storage are compared: `attest` alone finds a few elements changed by hand.
+        Only some elements of each storage are compared: `attest` is needed to find a few elements changed by hand.
 
         Raises:
             PlanError: the engine has moved parameters since.
@@ -467,7 +467,7 @@ class LiveWeights:
         self.content = staged.content
 
     def _take(self, staged: StagedUpdate, numbers: _Numbers, reload: Reload) -> None:
-        """Give whole slices to the engine; copy those that lie unchanged in parameters there directly."""
+        """Give whole slices to the engine; copy those that lie unchanged in parameters directly to the parameters."""
         assert staged.tensors is not None
         views, again = self.recorded.views, self.recorded.slices_of(staged.modules)
         delivery = staged.tensors.deliver(staged.held)

@@ -5,9 +5,10 @@ elements. A module with a full count is put into new memory, loaded, prepared fo
 An error in the middle leaves a mixture of weights. Therefore each reload is rehearsed first: the same tensors are given
 to the same loaders, no module is put into memory, and then every module, parameter and attribute is restored.
 
-vLLM counts a tensor that each of q, k and v has, such as a scale, once, but receives it three times. The count is then
-full some elements early, and later elements are lost, or are an error. Therefore small tensors are given first
-(`RankWeights.small_first`): the last tensor of a module then has more elements than are counted too often.
+If each of q, k and v has its own tensor, such as a scale, vLLM expects the elements once, but counts them three times.
+The count is then complete some elements too early, and later elements are lost or raise an error. Therefore small
+tensors are given first (`RankWeights.small_first`): the last tensor of a module then has more elements than the excess
+of the count.
 """
 
 from __future__ import annotations
@@ -252,7 +253,7 @@ _MAX_DEFAULT_NBYTES = 2**16
 
 
 def note_defaults(model: torch.nn.Module) -> None:
-    """Record the values that parameters have before the load, where vLLM sets any: all other memory is marked.
+    """Record the values that parameters have before the load, where vLLM sets any. All other memory contains marks.
 
     If a checkpoint has no tensor for a parameter, such as an optional scale, this value remains. vLLM's reload
     allocates memory without it.

@@ -494,8 +494,8 @@ def _stop_computing(worker: Any, model: torch.nn.Module) -> None:
     """Make every further step of the worker fail, permanently.
 
     vLLM has no way for a worker to report that it is unusable: `check_health` is not called between steps, and module
-    hooks are not called when a graph is replayed. So the one method that runs steps, for every executor and by both of
-    vLLM's model runners, is replaced on this one object. After it has failed, V2's `sample_tokens` and `pool` return
+    hooks are not called when a graph is replayed. So the method through which every executor and both of vLLM's model
+    runners run steps is replaced, on this object only. After it has failed, V2's `sample_tokens` and `pool` return
     None, for which vLLM raises the error of the step (0.33 `engine/core.py`).
     """
     model.forward = _refuse

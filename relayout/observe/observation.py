@@ -159,7 +159,7 @@ def plan_of(checkpoint: SourceCheckpoint, observation: Observation, tp: int, *, 
 
 
 def completed(slices: Sequence[Slice], shape: tuple[int, ...]) -> tuple[Slice, ...]:
-    """Return the slices, with elements that no rank loads (such as rows beyond the vocabulary) added to the last."""
+    """Return the slices, with unloaded elements (such as rows beyond the vocabulary) added to the last slice."""
     slices = tuple(slices)
     if not any(part.is_held for part in slices):
         return (WHOLE,) * len(slices)

@@ -36,7 +36,7 @@ def stub_packages() -> None:
 
 
 def stub_rotary() -> None:
-    """Make vLLM's kernel importable that SGLang's rotary embedding imports if CUDA is missing. It is never called."""
+    """Provide a stub of the vLLM kernel that SGLang's rotary embedding imports without CUDA. It is never called."""
     package, operations = ModuleType("vllm"), ModuleType("vllm._custom_ops")
     operations.rotary_embedding = None  # type: ignore[attr-defined]
     package._custom_ops = operations  # type: ignore[attr-defined]

@@ -203,7 +203,7 @@ def _with_known(original: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def fake_rank(process: int, tp: int, expert: bool, replicas: int = 1) -> None:
-    """Patch vLLM's parallel_state: this is process `process` of `tp * replicas`; each `tp` in a row are one replica."""
+    """Patch vLLM's parallel_state: this is process `process` of `tp * replicas`; `tp` neighbors form a replica."""
     from vllm.distributed import parallel_state
 
     of_tp, of_dp, of_all = (process % tp, tp), (process // tp, replicas), (process, tp * replicas)
@@ -260,7 +260,7 @@ def stub_kernels() -> None:
 
 
 def of_whole_groups(choose: Callable[..., Any]) -> Callable[..., Any]:
-    """Wrap the choice of a kernel so that it rejects a group of values with one scale on two ranks, as GPU kernels do.
+    """Wrap the choice of a kernel so that it rejects quantization groups split between ranks, as GPU kernels do.
 
     Kernels for CPUs accept such groups, and ranks would then use the scales of other ranks.
     """

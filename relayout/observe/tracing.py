@@ -80,7 +80,7 @@ class LoadRecorder:
     def loaded(self, name: str) -> Slice:
         """Return the slice of a tensor that was copied.
 
-        - `WHOLE` also if only constants were copied that had replaced its elements: the loader uses the tensor.
+        - `WHOLE` also if its elements had been replaced by constants before the copy: the loader uses the tensor.
         - No elements if only padding, or only other tensors that it was joined with, were copied: the loader needs the
           tensor to exist.
         - `NOT_HELD` if the loader did not use the tensor.

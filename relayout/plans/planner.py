@@ -69,7 +69,7 @@ def plan_for(
         expert_parallel: True if each expert is held whole by one rank, in contiguous blocks (vLLM's linear placement).
         unmatched: treatment of tensors that no rule matches: "error", or "replicate" to hold them whole on every rank.
             None: "error". Exception: the plan of transformers lists only tensors that are cut, so None means
-            "replicate" for it, unless it has no rules for more than a quarter of the bytes.
+            "replicate" for it, unless more than a quarter of the bytes has no rule.
     """
     with about(path=str(checkpoint.root)):
         if unmatched not in (None, *get_args(Unmatched)):
@@ -487,8 +487,7 @@ def recorded_plan(checkpoint: PlannedCheckpoint, record: SourceRecord, num_ranks
 
     Args:
         checkpoint: the record's tensors, and the folder's config.json.
-        record: a source record with rules; one rank needs none.
-        num_ranks: the degree.
+        record: a source record with rules, which are not needed for one rank. num_ranks: the degree.
     """
     if num_ranks == 1:
         return plan_by(checkpoint, 1, None)

@@ -457,7 +457,7 @@ def _quark_values(weight: Any) -> Values:
 
 
 def _auto_round(config: Mapping[str, Any]) -> Scheme:
-    """Return the scheme of GPTQ or AWQ: auto-round packs like these (vLLM 0.33 `inc/schemes/inc_wna16_scheme.py`)."""
+    """Return the scheme of GPTQ or AWQ: auto-round uses their packing (vLLM 0.33 `inc/schemes/inc_wna16_scheme.py`)."""
     packing, exceptions = config.get("packing_format", "auto_round:auto_gptq"), config.get("extra_config")
     layers = exceptions.values() if isinstance(exceptions, Mapping) else ()
     others = [layer for layer in layers if isinstance(layer, Mapping) and layer.get("bits") not in (16, 32)]

@@ -4,11 +4,11 @@ All objects of an output lie below its prefix. While the output is unfinished, t
 the records of finished parts, `.relayout/...`. A part is finished when its record exists, which is written after its
 files. Any process with the same work resumes from the finished parts.
 
-**Publishing.** First, all files but the marker are written. Then a listing must show exactly the objects that were
-sent, and no others but those that the claim took over. Then the marker is created if none exists, or replaces the
-version of the older marker. From then on the output is complete. Afterwards, the rest of the older output, the records
-and the claim are deleted. An older output can be read until its first small file is replaced, shortly before its marker
-is.
+**Publishing.** First, all files are written except the marker, the file that makes the output readable. Then a listing
+must show all objects that were sent, and no others except those that the claim took over. Then the marker is created if
+none exists, or replaces the version of the older marker. From then on the output is complete. Afterwards, the rest of
+the older output, the records and the claim are deleted. An older output can be read until its first small file is
+replaced, shortly before its marker is replaced.
 
 An unfinished upload of a killed process is not an object. Its deletion is left to the bucket (lifecycle rules).
 """
@@ -431,7 +431,7 @@ class BucketOutput(ScratchOutput):
         self._sent[name] = Sent(sent.nbytes, _version_of(version), sent.digest, sent.digest_nbytes)
 
     def _check_there(self, *, is_whole: bool) -> None:
-        """Check by a listing that all sent files exist, and no others; small files only if all are written."""
+        """Check by a listing that all sent files exist, and no others; small files only once all are written."""
         there, written = self._prefix.objects(), self._written
         hidden = {name for name in there if name.startswith(HIDDEN)}
         may_be = {*written, *self._claim.older, *hidden, *([] if is_whole else self._claim.names)}
@@ -468,7 +468,7 @@ class BucketOutput(ScratchOutput):
         """Delete this work's objects, and give up the claim.
 
         Objects that replaced files of an older output are kept: the next work that takes over replaces them. If other
-        processes may still write, the claim is kept and marked as released, so that the next work gets a mark.
+        processes may still write, the claim is kept and recorded as released, so that the next work gets its own mark.
         """
         try:
             self._check()

@@ -8,13 +8,14 @@ these may be replaced or deleted.
 **No lease, no clock.** No process can find out if the writer of a claim still runs. So a process that lost its claim
 may continue to write for any time, and must not be able to do harm:
 
-- Weight files are large, and no store creates an object by several requests on condition that none exists. So two works
+- Weight files are large, and no store supports a conditional create for an object that is sent in several requests. So
+two works
   never write the same name: any claim but the first of its prefix has a mark, which is part of the names of its weight
   files. The mark is a digest of the work and of all earlier claims, so no two claims have the same mark. The files of
   one work are equal, and may replace each other.
 - All other files are created only if no object exists, or replace the version of an object that the claim took over.
   (If a version is a digest of the content, as in S3, equal content has the same version again: see STORES.md.)
-- When an older output's weight files are deleted, no process will write their names again.
+- After the weight files of an older output were deleted, no process writes their names again.
 - A process that fails before it has sent a file gives up a claim that it created, by compare-and-swap on its version:
   the previous claim is restored. A process that resumes another's work notes that in the claim, once, which changes the
   version.
@@ -146,7 +147,7 @@ class NewClaim:
 def claim_prefix(
     prefix: Prefix, older: OutputKind, work: OutputSpec, *, force: bool, is_new: bool = True
 ) -> tuple[Claim, NewClaim | None]:
-    """Return the claim of this work; create it if another process has not, and `is_new`."""
+    """Return the claim of this work; create it if no other process has done so, and `is_new`."""
     for _ in range(_NUM_CONFLICTS):
         earlier, version = read_claim(prefix)
         if earlier is not None and not earlier.is_released:
@@ -246,7 +247,7 @@ Result = TypeVar("Result")
 
 @dataclass(frozen=True, slots=True)
 class Sent:
-    """A sent file: the data that identifies its object as this file or an equal one."""
+    """Data about a sent file, which identifies its object as this file or an equal one."""
 
     nbytes: int
     version: str
@@ -291,8 +292,8 @@ class Prefix:
     def put(self, name: str, content: bytes, *, replaced: Version | Literal[True] | None = None) -> Version:
         """Write a small object and return its version; create it, replace one version, or (True) replace any object.
 
-        The answer to a first attempt may have been lost. So an existing object with this content counts as written:
-        this process wrote it, or an equal one.
+        The answer to a first attempt may have been lost. So an existing object with this content counts as written, by
+        this process or by one with the same work.
         """
         try:
             return self.client.put(self.full(name), content, replaced)

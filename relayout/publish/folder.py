@@ -281,8 +281,7 @@ def replace_file(path: Path, expected: bytes | None, content: bytes) -> None:
     the file itself is locked, too: only one process can hold that lock, because the name is checked after locking.
 
     The new content is written next to the file under a fixed name with relayout's mark. A killed process leaves that
-    file. Its name is then removed and the file created anew, so that another file that shares it by a hard link is
-    unchanged.
+    file. The next call unlinks it and creates a new file, so that a hard link to the old one is not written through.
     """
     lock, new = (path.with_name(f".{path.name}.relayout-{what}") for what in ("lock", "new"))
     with ExitStack() as held:

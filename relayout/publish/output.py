@@ -1,4 +1,4 @@
-"""Outputs: the work, what may be replaced, the protocol of an output with its order of calls; and `LocalOutput`.
+"""Outputs: the work, the files that may be replaced, the protocol with its order of calls; and `LocalOutput`.
 
 `LocalOutput` is a private folder that is held open from start to end. Files in it are opened relative to it. Files and
 folders of other users there are refused, and never opened, deleted or reused.
@@ -47,7 +47,7 @@ def older_folder(path: Path) -> Path:
 
 
 def left_of(path: Path) -> str:
-    """Return the end of a message about a missing output: the remains of an attempt to write it, next to it."""
+    """Return a clause for a message about a missing output, which names remains of an attempt next to it."""
     old, partial = older_folder(path), partial_folder(path)
     if old.is_dir():
         return f"; an interrupted replacement left the older folder at {old}: rename it back"
@@ -325,7 +325,7 @@ class LocalOutput:
         return file
 
     def _is_new(self, name: str) -> bool:
-        """Return True if a file must be created; False if it was written and is gone, as its bytes would be zeros."""
+        """Return True if a file is to be created. One that was written and is gone is not: it would be all zeros."""
         return name not in self._written and self.folder.status(name) is None
 
     def head(self, name: str, head: bytes, nbytes: int) -> None:
@@ -413,7 +413,7 @@ def subfolder(place: OpenFolder, name: str, mode: int = stat.S_IRWXU) -> OpenFol
 
 @dataclass(frozen=True, slots=True)
 class FileState:
-    """Distinguishes a file of a part from another file with its name."""
+    """Distinguishes a file of a part from another file with the same name."""
 
     nbytes: int
     changed_ns: int

@@ -5,7 +5,8 @@ SHA-256, and a blob that the registry has is not sent: tags with the same files 
 is invisible, and its deletion is left to the registry. The next attempt finds it, so no other state is kept.
 
 **Publishing.** One request writes the manifest under the tag, replacing the older one. Registries have no
-compare-and-swap. So just before, the output is refused if the tag has moved to another artifact since the beginning.
+compare-and-swap. So just before this request, the output is refused if the tag has moved to another artifact since the
+output was begun.
 """
 
 from __future__ import annotations
@@ -166,7 +167,7 @@ class RegistryOutput(ScratchOutput):
         self._small[name] = bytes(begun)
 
     def kept(self, part: str) -> bytes | None:
-        """Return None: parts have no records in a registry. Files that are written again are found there."""
+        """Return None: parts have no records in a registry. A file that is written again is not sent again."""
         return None
 
     def keep(self, part: str, notes: bytes) -> None:

@@ -125,12 +125,11 @@ def hash_files(
     num_streams: int = 1,
     stop: Stop | None = None,
 ) -> list[list[str]]:
-    """Return the digest of each extent of each file, then the hash of each of its chunks, in hex.
+    """Return, for each file, the digests of its extents, followed by the hashes of its chunks, in hex.
 
     Args:
-        num_streams: the number of files that are read at the same time. One thread hashes a chunk, even if that is as
-            long as the file.
-        stop: requested when a read fails. A request by another thread stops the work.
+        num_streams: the number of files that are read at the same time. A chunk is always hashed by one thread, even if
+        the chunk is the whole file. stop: requested when a read fails. A request by another thread stops the work.
     """
     stop = stop or Stop()
     hashed = [[ExtentDigests(file.extents, stop), ExtentDigests(file.chunks, stop, file.new_hash)] for file in files]

@@ -340,16 +340,16 @@ class Store(Protocol):
         """Return this store for one reader, such as a load.
 
         A snapshot of a remote store opens each file once, at the first `stat` or `open`, and keeps the version that it
-        found. If the caller gives the length, it may delay the request to the first read, which then raises the errors
-        of opening. A store that opens files at no cost returns itself.
+        found. If the caller gives the length, the snapshot may delay the request to the first read, which then raises
+        the errors of opening. A store that opens files at no cost returns itself.
         """
 
     def walk(self, enter: Enter = everywhere) -> Iterator[Entry]:
         """Yield every file and folder, recursively, in any order.
 
         Names that begin with a dot are skipped, and all below them. A folder that `enter` does not select is listed
-        without its content. A folder below the store's own that cannot be listed, or has vanished, is an entry with a
-        refusal.
+        without its content. A subfolder that cannot be listed, or has vanished, is yielded as an entry that contains
+        the reason.
 
         Raises:
             FormatError: there are more entries, or deeper ones, than the limits allow; see `limited`.
@@ -431,8 +431,8 @@ def _check_slashes(path: str | os.PathLike[str]) -> None:
 def _shown(url: str | os.PathLike[str]) -> str:
     """Return a URL without parts that may be secret: a signature, or a password.
 
-    A password may be typed with a slash or a backslash. The part after a single slash is a name:
-    hf://ORG/MODEL@REVISION.
+    A password may be typed with a slash or a backslash. But the text before the @ of hf://ORG/MODEL@REVISION is a name,
+    and is kept.
     """
     secret = re.compile(r"//(?=[^/]*[:@%]|.*\\).*(@|%40)", re.IGNORECASE | re.DOTALL)
     return secret.sub("//", os.fspath(url)).partition("?")[0]

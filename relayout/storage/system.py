@@ -153,7 +153,7 @@ class _Counts(ctypes.Structure):
 
 
 def resident_nbytes(fd: int, offset: int, nbytes: int) -> int | None:
-    """Return the bytes of a file range in the page cache, by whole pages; None if the system does not report them.
+    """Return how many bytes of a file range are in the page cache, by whole pages; None if not reported.
 
     Uses cachestat(2). If that is missing or not permitted, uses mincore(2), but only for files that this process may
     write: Linux 5.2 and later report all pages of other files as resident (mm/mincore.c, can_do_mincore).
@@ -446,7 +446,7 @@ class FreshMemory:
 
 
 def in_huge_pages(nbytes: int) -> memoryview:
-    """Return new memory in huge pages, at any cost, if the system has any: for buffers that are filled many times.
+    """Return new memory, in huge pages if the system has any, however slow: for buffers that are filled many times.
 
     Such buffers are few, and a drive was observed to read into small pages at half of its speed.
     """

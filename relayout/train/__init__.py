@@ -1,1 +1,1 @@
-"""Weights that a training writes: saves of one process or a group, and a sequence of steps that readers follow."""
+"""Weights written by a training run: saves of one process or a group, and a sequence of steps that readers follow."""

@@ -4,27 +4,28 @@
 process that holds a part of a tensor is rarely the one that writes the rank files containing it. Sending all weights to
 the writers at each step would cost as much as a full save.
 
-**Idea.** A process that writes weight files, or computes the digest of a whole tensor, keeps *images*: their bytes as
-of the last step. A member of a group compares its part of a tensor with the last step's bytes: with its own images if
-these contain the whole part, otherwise with a copy of the part that it keeps. Only elements that differ are sent to the
-images of all members, in rounds; in a block where more than 1/`_DENSE` differ, whole runs are sent. The receiver
-applies them to its image. The XOR of old and new bytes goes into the delta, and the changed chunks, slices and tensors
-are digested again. Unchanged data is not sent or written, and, with one exception (see below), not digested. When a
-folder is written, no element is assumed to be equal: all elements are sent and compared with the images.
+**Idea.** A process that writes weight files, or computes the digest of a whole tensor, keeps *images*: the bytes of
+these files and tensors as of the last step. A member of a group compares its part of a tensor with the last step's
+bytes: with its own images if these contain the whole part, otherwise with a copy of the part that it keeps. Only
+elements that differ are sent to the images of all members, in rounds; in a block where more than 1/`_DENSE` differ,
+whole runs are sent. The receiver applies them to its image. The XOR of old and new bytes goes into the delta, and the
+changed chunks, slices and tensors are digested again. Unchanged data is not sent or written, and, with one exception
+(see below), not digested. When a folder is written, no element is assumed to be equal: all elements are sent and
+compared with the images.
 
 **Invariants.**
 - After a step, the images equal the weights of that step on all members, and each kept digest belongs to the bytes of
   the images.
 - All members use the same layout and hold the same parts as at the last step. Otherwise the step is a whole folder.
-- All members call the same methods in the same order. The exchange of a window ends for all members in the same round,
-  when each has sent its last block.
+- All members call the same methods in the same order. The exchange of a window (consecutive tensors) ends for all
+members in the same round, when each has sent its last block.
 - Chunks of a file are encoded once, after the last window of tensors that overlaps them.
 
 **What can go wrong.** An error in the middle leaves images that mix two steps. The publisher then forgets all of them
 (`RetainedStep.forget`), so the next step is a folder. Weights that change while they are read make a step inconsistent;
 the caller must prevent this. A changed element that is not found would be missing from every later delta. A tensor that
-its hasher holds whole is therefore digested from the weights themselves, and each step with a folder sends and compares
-everything.
+is held whole by the member that digests it is therefore digested from the weights themselves, and each step with a
+folder sends and compares everything.
 """
 
 from __future__ import annotations
@@ -85,7 +86,7 @@ _NUM_FIELDS = 6
 
 @dataclass(frozen=True, slots=True)
 class _Piece:
-    """Elements of a slice: in runs of equal length, or single elements at offsets from a first one."""
+    """Elements of a slice: either runs of equal length, or single elements, given by offsets from the first one."""
 
     tensor: int
     which: int
@@ -131,7 +132,7 @@ class _Piece:
 
 
 class _Pending:
-    """A weight file with a changing image: from front to back, in any order within one window of tensors."""
+    """A weight file while its image changes: window by window from front to back, and in any order within a window."""
 
     def __init__(self, file: RankFile, image: Bytes, cut: Sequence[CutTensor], *, is_compared: bool) -> None:
         """Begin a file of a layout, with the cut of each tensor. If `is_compared`, record the changes as an XOR."""
@@ -180,13 +181,13 @@ class _Pending:
 
 
 class ImageUpdater:
-    """Updates the images of all members to the weights that these hold now; see `group_save.FileMaker`."""
+    """Updates the images of all members to the weights that the members hold now; see `group_save.FileMaker`."""
 
     def __init__(self, save: PlannedSave, kept: RetainedStep, threads: int, shares: Shares, output: Output) -> None:
         """Take part.
 
         Args:
-            kept: the last step, with the same layout and the same parts held by the members; or empty.
+            kept: the last step, if its layout and the parts that the members held are the same as now; otherwise empty.
             output: a `StepOutput`. If it writes a folder, everything is sent.
         """
         assert isinstance(output, StepOutput)
@@ -264,7 +265,7 @@ class ImageUpdater:
         return self._written(unit)
 
     def _windows(self, order: Sequence[int]) -> Iterator[list[int]]:
-        """Yield consecutive tensors of at most the bytes that all members send in a round; or one larger tensor."""
+        """Yield windows: consecutive tensors that together fit one round of all members, or one larger tensor."""
         limit = self._save.group.num_members * round_nbytes(self._save.group.num_members)
         window, nbytes = list[int](), 0
         for t in order:
@@ -376,7 +377,7 @@ class ImageUpdater:
                     yield route.member, _Piece(t, route.which, begin, len(target), 0, 0, offsets, values)
 
     def _swap(self, found: Sequence[tuple[int, _Piece]], *, is_last: bool) -> tuple[list[_Piece], bool]:
-        """Send pieces to the other members. Return the received ones, and True if it was the last round of all."""
+        """Send pieces to the other members. Return the received ones, and True if it was every member's last round."""
         group = self._save.group
         sent = [
             _message([piece for other, piece in found if other == member != group.index])
@@ -446,7 +447,7 @@ class ImageUpdater:
 
 
 def _files_of_slices(own: Conversion | None, planned: Conversion) -> dict[tuple[int, int], list[tuple[str, int]]]:
-    """Return the locations (file, offset) of slices that a member writes, by tensor and position."""
+    """Return the locations (file, offset) of the slices that a member writes, by tensor and number of the slice."""
     indices: dict[tuple[int, int], list[tuple[str, int]]] = {}
     for file in () if own is None else own.layout.files:
         for t, offset in zip(file.tensors, file.offsets, strict=True):

@@ -56,8 +56,8 @@ def steps(
 ) -> None:
     """List the steps that a trainer has published.
 
-    --check reads manifests, tables, headers, and the indexes of what changed, and compares their digests along every
-    chain. Readers compare the digests of the weights when they read them.
+    --check reads manifests, tables, headers, and the indexes of changes, and compares their digests along every chain.
+    It does not read weights: readers verify those when they load them.
     """
     with output(quiet, verbose, as_json) as out:
         from relayout.train import listing

@@ -1,6 +1,6 @@
 """The output of a step: a delta with the changes since the last step, a folder with everything, or both.
 
-Data retained for one step is memory, which `changing` updates from one step to the next.
+Data retained for one step is kept in memory, which `changing` updates from one step to the next.
 """
 
 from __future__ import annotations
@@ -115,7 +115,7 @@ class StepOutput:
         full: Output | None,
         sign: Callable[[str, bytes], bytes] | None,
     ) -> None:
-        """Take the data retained for the previous step, which becomes that of this step.
+        """Take the data retained for the previous step. It is updated in place to this step.
 
         Args:
             files: names of all weight files, in the order of the manifest.
@@ -225,7 +225,7 @@ class StepOutput:
             self._delta.keep(part, json.dumps(changes).encode())
 
     def _complete(self, blob: bytes) -> None:
-        """Write the rest of the delta when all of the step is written, and keep its small files.
+        """Write the rest of the delta after all else of the step, and retain the digests of small files.
 
         Args:
             blob: the manifest of the step.

@@ -47,16 +47,16 @@ class Steps:
         return next(reversed(self.entries()), None)
 
     def path(self, name: str) -> str:
-        """Return the path or URL of a folder or a delta of an entry or a chain."""
+        """Return the path or URL of a folder or a delta, from its name in an entry or a chain."""
         return self._root.path(name)
 
     def chain(self, have: int | str | None = None, step: int | str | None = None) -> Chain | None:
         """Return the shortest chain to a step: a folder, deltas, or both.
 
         Args:
-            have: the number of the step that the reader has, or the digest of its relayout.json. A step that is not in
-                the index any more counts as None: nothing.
-            step: the number of the requested step, or that digest. Default: the newest.
+            have: the number of the step that the reader has, or the digest of its relayout.json. None, or a step that
+            is no longer in the index: the reader has nothing. step: the requested step, as its number or the digest of
+            its relayout.json. Default: the newest.
 
         Returns:
             None: no step was published.
@@ -72,16 +72,17 @@ class Steps:
 
         Args:
             grace_seconds: retired files are kept for this many seconds, for readers of an older index, by the clock of
-                this object. Files that were retired before it first looked are kept a day longer, as the clocks of
-                machines may differ by that. Default: the time that the publisher has promised readers. 0: no reader is
-                left, and all retired files are deleted.
+                this object. Files that were retired before this object first read the index are kept a day longer:
+                clocks of machines may differ by a day. Default: the time that the publisher has promised readers. 0:
+                delete all retired files; the caller ensures that no reader needs them.
 
         Returns:
             The names of the deleted folders and deltas.
 
         Raises:
-            PlanError: some contain files not written by relayout, which are kept. Everything else is deleted.
-            FormatError, OSError: the index is damaged, or some files cannot be deleted. As above.
+            PlanError: some folders contain files not written by relayout. These files are kept, everything else is
+            deleted. FormatError, OSError: the index is damaged; or some files cannot be deleted, and all others are
+            deleted.
         """
         return self._root.prune(grace_seconds)
 
@@ -116,7 +117,7 @@ class Follower:
 
     @property
     def content(self) -> str | None:
-        """The content of that step, see `manifest.content_of`; None: nothing is loaded."""
+        """The content of the loaded step, see `manifest.content_of`; None: nothing is loaded."""
         return None if self._state is None else self._state.content
 
     def update(self, step: int | None = None) -> int | None:
@@ -129,7 +130,7 @@ class Follower:
             FormatError: published files are damaged, or not signed as the policy (RELAYOUT_TRUST) requires.
             PlanError: the repository has no step, or not that one; or under a policy, its newest step is older than the
                 loaded one.
-            OSError: as `relayout.load`. If tensors were changed in part, the next call loads all of them.
+            OSError: as `relayout.load`. If only some of the tensors were changed, the next call loads all of them.
         """
         check_signers(self._root.location)
         return self._root.with_chain(partial(self._go, is_newest=step is None), self.content, step)
@@ -170,8 +171,8 @@ class Follower:
     def _loaded(self, full: str, deltas: list[str], source: RankSource) -> dict[str, torch.Tensor]:
         """Load a folder and deltas, into the memory of the present tensors that have the same shape and dtype.
 
-        A wider dtype could hold all values, too, but the next delta would not fit its bytes: that tensor is allocated
-        anew.
+        A present tensor of a wider dtype is not reused: it could hold all values, but the next delta would not fit its
+        bytes.
         """
         options: dict[str, Any] = {"deltas": deltas, "threads": self._threads, "verify": True}
         if self.tensors:

@@ -109,7 +109,7 @@ class MemberParts:
         return [members for members, nbytes in by_part if nbytes and len(members) > 1]
 
     def sent(self, piece: TensorRange, wanted: Sequence[Transfer], sender: int, receiver: int) -> Iterator[Transfer]:
-        """Yield the transfers that a member sends of a piece: from the part that the sender holds to the tensor."""
+        """Yield the transfers of a piece to a receiver: from the part that the sender holds to the tensor."""
         parts = self.parts[piece.tensor]
         which = parts.cut.which[sender]
         if self.sender(piece.tensor, which, receiver) == sender:
@@ -129,7 +129,7 @@ class MemberParts:
 
 
 class Exchange:
-    """This member's part in rounds. A pass delivers steps to any number of threads, one round at a time."""
+    """This member's side of the rounds. A pass delivers copy steps to any number of threads, one round at a time."""
 
     def __init__(
         self,
@@ -150,7 +150,7 @@ class Exchange:
         self._lock = threading.Lock()
 
     def fill(self, file: str, extent: Extent, view: memoryview) -> None:
-        """Fill memory with a range that was delivered, once for each delivery; see `memory_folder.Fill`."""
+        """Fill memory with a delivered range. Each delivery serves one call; see `memory_folder.Fill`."""
         with self._lock:
             found = self._delivered[file, extent].pop()
             if not self._delivered[file, extent]:
@@ -161,7 +161,7 @@ class Exchange:
     def deliver(
         self, steps: Iterable[Item], ranges_of: Callable[[Item], Sequence[ShardRange]], wanted: Wanted
     ) -> Iterator[Item]:
-        """Yield each step when the ranges that it reads are delivered. All members go through a pass at the same time.
+        """Yield each copy step when its ranges have arrived. All members go through a pass at the same time.
 
         Ends when all members have received all of their steps. An error in a pass must be raised in
         `Group.sharing_errors`.
@@ -246,7 +246,7 @@ def shares_of(num_ranks: int, num_members: int) -> list[list[int]]:
     """Return the ranks that each member writes files for.
 
     If there are few ranks, members that are far apart write them. If there are many, neighboring ranks have one writer:
-    if both ranks and members cut the first axis, it holds most of their bytes itself.
+    if both ranks and members cut the first axis, that writer holds most bytes of its ranks itself.
     """
     shares: list[list[int]] = [[] for _ in range(num_members)]
     for rank in range(num_ranks):
@@ -260,7 +260,7 @@ Shares = Sequence[Conversion | None]
 
 @dataclass(frozen=True, slots=True, eq=False)
 class PlannedSave:
-    """A save that all members have planned alike."""
+    """A save for which all members have made the same plan."""
 
     planned: Conversion
     group: Group
@@ -269,7 +269,7 @@ class PlannedSave:
     """The tensors that this member holds, by position."""
 
     def hashers(self) -> dict[int, int]:
-        """Return the member that digests each tensor that no rank holds whole; preferably one that holds it whole.
+        """Return the hasher of each tensor that no rank's files hold whole: if possible, a member that holds it whole.
 
         The members digest about equal numbers of bytes.
         """
@@ -340,7 +340,8 @@ class GroupSave:
         """Write this member's files as parts of the output.
 
         Returns:
-            The conversion of each member, the result of this one, and the digests of tensors that it has computed.
+            The conversion of each member, the result of this member's own, and the digests of tensors that it has
+            computed.
         """
         planned, group = self.save.planned, self.save.group
         ranks_of_members = shares_of(planned.plan.num_ranks, group.num_members)

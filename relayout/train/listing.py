@@ -71,8 +71,9 @@ def list_steps(
 
     Args:
         root: a folder, or the URL of a prefix of a bucket.
-        check: verify that a folder or a chain of deltas produces each step. It must have the relayout.json with the
-            digest in the index, and all files that relayout.json lists. Weight files are checked by their lengths and
+        check: verify that a folder or a chain of deltas produces each step. Its relayout.json must have the digest that
+        the index records, and all files that relayout.json lists must exist. Weight files are checked by their lengths
+        and
             headers. All other files, such as tables, digests of chunks, the source record and indexes of changes, are
             checked by digests. Each delta must apply to the step before it. Weights, their changes, and the content of
             side files are not read: readers verify weights when they read them (`relayout verify` reads those of a
@@ -115,7 +116,7 @@ class _VerifiedStep:
     """The first bytes of each weight file."""
 
     def check(self, where: str) -> None:
-        """Compare the digests with their digests in the manifest. Raise FormatError if they differ."""
+        """Compare the lists of digests with their digests in the manifest. Raise FormatError if they differ."""
         for name in PACKED:
             for place, proof in parts_of_packed(self.manifest, name):
                 if blake3_hex(self.packed[name][place.offset : place.end].data) != proof:

@@ -219,7 +219,7 @@ def second_names(
     """Return the names to leave out: further names of an embedding, if config.json has `tie_word_embeddings`.
 
     Two names are one embedding if they share memory; values are not compared. A name in the index of the folder
-    `config` is kept. The first name is the embedding's, as in the checkpoints that transformers writes.
+    `config` is kept. Of all names of one embedding, the first is kept, as in the checkpoints that transformers writes.
 
     Args:
         content: of config.json.

@@ -71,8 +71,9 @@ class Publisher:
     and written. Every `full_every` steps, and whenever the deltas since the last folder together reach `full_share` of
     its size, a folder is written in addition. Readers see a step when it is complete; published data never changes.
 
-    One publisher works at a repository at a time. Another one takes over with its first step, and the older one's next
-    step fails, once. A killed publisher leaves a repository that the next one continues. Not thread-safe.
+    One publisher works at a repository at a time. Another publisher takes over with its first step; then the next step
+    of the older one fails, but only that one. A killed publisher leaves a repository that the next one continues. Not
+    thread-safe.
 
     Example:
         >>> import relayout, torch
@@ -114,11 +115,12 @@ class Publisher:
             keep_seconds: steps that are younger than this number of seconds can also be read.
             grace_seconds: data that is not kept any more is deleted when a later step is published and this publisher
                 has seen it retired for this number of seconds. Readers have this time to finish reading.
-            keep_in: a folder on a local drive for the bytes of the last step. Default: host memory. Each of N members
-                needs 1/N of the weights as files, up to as much for whole tensors that it digests, and up to as much
-                for its parts of tensors that other members write; a process without a group needs the weights once.
-            key, certificate, chain: sign each step, as `relayout.sign` does: its relayout.json, which contains the
-                digests of all other files. All members of a group read them. Default: steps are not signed.
+            keep_in: a folder on a local drive for the bytes of the last step. Default: host memory. Space per member of
+            a group of N: 1/N of the size of the weight files, up to the same again for whole tensors that it digests,
+            and up to the same again for its parts of tensors that other members write. Without a group: the size of the
+            weight files. key, certificate, chain: sign each step, as `relayout.sign` does: its relayout.json, which
+            contains the
+                digests of all other files. Every member of a group reads these files. Default: steps are not signed.
             max_part_nbytes: as for `relayout.save`. In addition to the last step, the encoded changes of a part are in
                 memory, for each rank that this process writes files of.
             config, dtype, group, max_shard_size, threads, progress: as for `relayout.save`.
@@ -165,8 +167,9 @@ class Publisher:
         Args:
             weights: a model of transformers, as for `relayout.transformers.save_pretrained`; or tensors by name, as for
                 `relayout.save`.
-            step: the number of the step, from 0. A training run that goes back publishes a number again: readers of
-                this number get the last one, and readers of the newest step get the one that was published last.
+            step: the number of the step, from 0. A training run that returns to an earlier checkpoint publishes a
+            number again: readers of this number get its latest version, and readers of the newest step get the most
+            recently published one.
 
         Returns:
             The step as readers see it.
@@ -202,7 +205,7 @@ class Publisher:
             raise
 
     def _held_by(self, weights: Any) -> Callable[[bool], HeldTensors]:
-        """Return a function for the tensors that this process gives to a save."""
+        """Return a function that returns the tensors that this process contributes to a save."""
         if isinstance(weights, Mapping):
             return holding(weights, self._config, self._dtype)
         from relayout.train.transformers import holding_model
@@ -299,8 +302,8 @@ def _by_first(group: Group, make: Callable[[], Made], *, is_last: bool = False) 
 def _published(entry: PublishedStep, done: _StepDestination, retention: Retention, index: StepsIndex) -> StepsIndex:
     """Return the index with one more step. If another publisher has begun meanwhile, mark the files for deletion.
 
-    Their names may have been deleted already: a process that stands still for longer than the grace period writes after
-    that.
+    Their names may have left the index already, if this process was suspended for longer than the grace period and then
+    wrote them.
     """
     if not index.names.isdisjoint(done.names.values()):
         return index  # It was written, and the answer was lost.

@@ -121,7 +121,7 @@ class StepRepository:
         """Delete the folders and deltas with an expired grace period; return their names.
 
         Deletion is safe: the index lists a name as retired, so a publisher of this repository wrote it, and no entry
-        needs it. Only files that its own records name are deleted.
+        needs it. Only files in the folder's or delta's own records are deleted.
         """
         gone, failed = list[str](), list[RelayoutError | OSError]()
         try:

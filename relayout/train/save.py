@@ -76,7 +76,7 @@ def holding(
     config: Mapping[str, Any] | str | os.PathLike[str] | None,
     dtype: torch.dtype | None,
 ) -> Callable[[bool], HeldTensors]:
-    """Return a function for the tensors that a process gives to a save by name, see `start`."""
+    """Return a function that returns the tensors, given by name, that a process contributes to a save, see `start`."""
     check_floating(dtype)
     if not isinstance(tensors, Mapping):
         advice = ", such as its state_dict()" if hasattr(tensors, "state_dict") else ""
@@ -122,7 +122,7 @@ class HeldTensors:
 
 
 class SaveOptions(ConvertOptions, total=False):
-    """The options that all processes of a group give alike; `relayout.save` and `relayout.convert` explain them."""
+    """The options that must be equal in a whole group; `relayout.save` and `relayout.convert` explain them."""
 
     max_shard_size: int | str
     force: bool
@@ -220,7 +220,7 @@ class SaveRequest(PlanOptions):
 
         Args:
             heads: in the order in which shards are filled.
-            groups: None: by that order, and `max_shard_size`.
+            groups: None: in that order, each up to `max_shard_size`.
         """
         if not heads:
             raise PlanError("no tensors to save", code="missing")
@@ -266,7 +266,8 @@ def save(
         tensors: by name, on any device. For a DTensor (FSDP2, tensor-parallel, or both), this process gives its shard.
             They must not change before the save has ended; with `background`, before this function returns.
         output: the folder to create, or its URL. It appears complete or not at all. All processes must reach it.
-        config: the content of config.json, or that file; or a folder with small files to copy, such as config.json and
+        config: the content of config.json, or the path of that file; or the path of a folder with small files to copy,
+        such as config.json and
             those of the tokenizer. In a group, that of the first member is used.
         dtype: the floating-point dtype to write, to which tensors are cast while they are copied. Default: their own.
         group: a process group; all members save together, each with the tensors that it holds, and with equal options.
@@ -283,7 +284,7 @@ def save(
         PlanError: the tensors cannot be saved like this; elements are missing; experts are merged.
         OSError: writing failed, or a member of the group is gone.
 
-    If it fails, nothing is left: a later process has other tensors.
+    If it fails, the output is deleted, not resumed: a later process has other tensors.
 
     Example:
         >>> import relayout, torch
@@ -305,7 +306,7 @@ Hold = Callable[[bool], HeldTensors]
 def start(
     prepare: Callable[[], tuple[SaveRequest, Hold]], group: ProcessGroup | None, background: bool
 ) -> Summary | Future[Summary]:
-    """Save the tensors of this process, after earlier saves in its line; otherwise as `save`.
+    """Save the tensors of this process, after the earlier saves in the queue of its group; otherwise as `save`.
 
     An error of `prepare`, or of the function that it returns, is raised by all members.
     """
@@ -367,7 +368,7 @@ class _Turn:
 class _Line:
     """Saves that run one after the other, in the order in which they were begun.
 
-    A save sends messages in the group of its line, and does all related work, in its turn only.
+    A save waits for its turn before it sends messages in the group of its line or does related work.
     """
 
     def __init__(self, group: ProcessGroup | None = None) -> None:
@@ -404,7 +405,7 @@ class _Line:
                 turn.end()
 
     def _join(self, turn: _Turn) -> None:
-        """Put a turn that is not over at the end of the line, unless it is in it: Ctrl-C may have come in between."""
+        """Put an unfinished turn at the end of the line, unless it is in the line already (after a Ctrl-C)."""
         with self._lock:
             known = self._last
             while known is not None and known is not turn:

@@ -3,8 +3,8 @@
 A load: transformers requests of each weight exactly the part that its plan gives to the rank. Elements in relayout's
 slice of the rank are taken from it; the rest, where the two cut differently, is read from the other ranks' files.
 
-A save: the output of `save_pretrained` is determined without its elements (`loader/models.py`). Each tensor of the
-checkpoint is a view of one of the model's tensors, and each process gives its part of that.
+A save: the output of `save_pretrained` is determined without reading any values (`loader/models.py`). Each tensor of
+the checkpoint is a view of one of the model's tensors, and each process gives its part of that.
 """
 
 from __future__ import annotations
@@ -123,7 +123,7 @@ class _Weight:
         return list(self._tensor.shape)
 
     def __getitem__(self, index: Any) -> torch.Tensor:
-        """Return a part: a view of the rank's slice if that has all of it; otherwise the part is read."""
+        """Return a part: a view of the rank's slice if the slice has all of it; otherwise the part is read."""
         from relayout.engines.global_tensor import GlobalTensor
 
         part = self._tensor[index]
@@ -177,7 +177,7 @@ def group_of(group: ProcessGroup | None) -> ProcessGroup | None:
 
 
 def holding_model(model: Any, dtype: torch.dtype | None, max_shard_nbytes: int) -> Callable[[bool], HeldTensors]:
-    """Return a function for the tensors that a process gives to a save of a model, see `save.start`."""
+    """Return a function that returns the tensors that a process contributes to a save of a model, see `save.start`."""
     check_floating(dtype)
     model, name_of = unwrapped(model)
 
@@ -193,7 +193,7 @@ def holding_model(model: Any, dtype: torch.dtype | None, max_shard_nbytes: int) 
 
 
 def _dtypes_at(model: Any, dtype: torch.dtype | None) -> Callable[[str], torch.dtype | None]:
-    """Return the dtype to save each floating-point tensor as, by the model's own name of it; None: its own.
+    """Return the dtype to save each floating-point tensor as, by the model's own name of it; None: its present one.
 
     Some stay in FP32 at a dtype of 16 bits, by names that the class lists, following `from_pretrained(dtype=...)`
     (transformers 5.24: `_get_dtype_plan` in `modeling_utils.py`, and its use in `core_model_loading.py`).

@@ -68,7 +68,7 @@ _REGIONS = ("AWS_REGION", "AWS_DEFAULT_REGION")
 
 
 def require(module: str, what: str, extra: str) -> None:
-    """Raise PlanError unless an optional package is installed: `what` requires it, an extra of relayout installs it."""
+    """Raise PlanError unless the package that `what` requires is installed; an extra of relayout installs it."""
     try:
         is_there = find_spec(module) is not None
     except ModuleNotFoundError:  # Its parent package is missing, too.
@@ -154,7 +154,7 @@ def _fence(endpoint: str, services: Iterable[str]) -> dict[str, str]:
     """Return options that keep obstore, which follows redirects anywhere, on the host of a configured endpoint.
 
     All other hosts, except the services for credentials, are assigned an unreachable proxy. obstore accepts only one
-    proxy: if one of these hosts requires the environment's own proxy, the result is empty, and redirects are not
+    proxy: if the endpoint or a service requires the environment's own proxy, the result is empty, and redirects are not
     restricted.
     """
     urls = [urlsplit(url) for url in (endpoint, *services)]

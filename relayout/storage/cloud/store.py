@@ -251,7 +251,7 @@ class CloudStore:
     def open(
         self, name: str, nbytes: int | None = None, *, access: Access = Access.BUFFERED, version: str | None = None
     ) -> ReadableFile:
-        """Open a file by one request; in a snapshot of a bucket by none if only the length is given."""
+        """Open a file by one request. A snapshot of a bucket sends none if only the length is given."""
         if access is Access.DIRECT:
             raise OSError(errno.EOPNOTSUPP, "stores have no direct I/O; use backend 'buffered'", self.location(name))
         full = self.full_name(name)
@@ -317,7 +317,7 @@ class ObjectFile(Closable):
 
     @property
     def version(self) -> str:
-        """The version of the file. `*` before the first answer, as in If-Match: any version, but only one."""
+        """The version of the file. `*` before the first answer fixes it, as in If-Match: any version."""
         return "*" if self._stat is None else self._stat.version
 
     @property

@@ -2,8 +2,8 @@
 
 Other users may rename and link files next to an output, for example in /tmp. Files there are therefore opened, created,
 renamed and deleted relative to a descriptor, and symbolic links are not followed. A lock (flock) belongs to a
-descriptor. Its file names its holder for messages. It ends with its descriptor, and waits for it have a limit. The lock
-of an output admits one writing process at a time, and belongs to its user.
+descriptor, and ends with it. The lock's file names the holder, for messages. Waiting for a lock has a time limit. The
+lock of an output admits one writing process at a time, and its file belongs to the user of that process.
 """
 
 from __future__ import annotations
@@ -406,7 +406,7 @@ class LockWait:
         self.moved()
 
     def moved(self) -> None:
-        """Restart the wait's time limit: this process was not waiting."""
+        """Restart the time limit: until now, this process was not waiting."""
         self._begun = self._since = self._looked = time.monotonic()
         self._seen = self._growth()
 
@@ -461,7 +461,7 @@ def take_lock(
     mode: int = 0o666,
     needs_locks: bool = True,
 ) -> FileLock | None:
-    """Lock the file that currently has a name. Step repositories, outputs and caches all take their locks here.
+    """Lock the file that exists at the path now. Step repositories, outputs and caches all take their locks here.
 
     If the file is deleted or replaced before it is locked, the lock is useless, and the file that now has the name is
     locked instead. A file with other content than a note is locked, and never written to.
@@ -567,7 +567,7 @@ def check_owner_is(path: Path, status: os.stat_result, user: int) -> None:
 
 @contextmanager
 def locked(parent: OpenFolder, name: str, output: Path) -> Iterator[int]:
-    """Hold the lock of an output. Yield this user's id as that file system reports it."""
+    """Hold the lock of an output. Yield this user's id as the file system of the output reports it."""
     path = parent.path / name
     with with_path(output):
         lock = take_lock(path, what="writing it", folder=parent, mode=0o600, needs_locks=False)

@@ -1,4 +1,4 @@
-"""How many servers' objects a file of Lustre is striped over, from its extended attribute `lustre.lov`.
+"""The number of server objects that a file of Lustre is striped over, from its extended attribute `lustre.lov`.
 
 The attribute is little-endian: `lov_mds_md_v1`, `_v3` and `lov_comp_md_v1` of Lustre's `lustre_user.h` and
 `lustre_idl.h` (2.16), as `lov_lsm_pack` of the client writes them. A plain layout stripes all of a file alike. A
@@ -34,7 +34,7 @@ _COMPONENT = struct.Struct("<4xIQQI20x")
 
 
 def num_stripes(path: Path, nbytes: int) -> int | None:
-    """Return over how many objects of Lustre's servers most of a file is striped.
+    """Return the number of objects on Lustre's servers over which most of a file is striped.
 
     Args:
         nbytes: the length of the file.

@@ -1,4 +1,4 @@
-"""Web servers: files below an https:// URL, read by ranges. A server chooses no host, scheme or size.
+"""Web servers: files below an https:// URL, read by ranges. Redirects stay on the server, and sizes are limited.
 
 obstore follows redirects anywhere, and reports neither the final URL nor `Retry-After`. This module follows redirects
 on the same server only. Web servers cannot be listed, so well-known names are requested.

@@ -1,9 +1,8 @@
 """Repositories of models on the Hugging Face hub: `hf://ORG/MODEL[@REVISION][/FOLDER]`.
 
-The hub's own library (`hub_library`) says where the bytes of a file are, and keeps what was downloaded in its cache on
-this machine, which is read there. Here are the ranges: each file is resolved once, to a signed URL from which its
-ranges come. So the hub's limit on requests is met by the number of files and not of ranges. `hub_bucket` has its
-buckets.
+The hub's own library (see `hub_library`) returns the location of a file's bytes, and caches downloads on this machine.
+Files in its cache are read there. This module reads ranges: each file is resolved once, to a signed URL that serves its
+ranges. So only files, not ranges, count against the hub's limit on requests. Buckets of the hub are in `hub_bucket`.
 """
 
 from __future__ import annotations
@@ -51,7 +50,7 @@ class HubClient:
     cost: RequestCost = CLOUD_COST
 
     def __init__(self, repo: str, revision: str | None, *, is_guess: bool = False) -> None:
-        """Name a repository. `is_guess` is True if the name was given as a path that does not exist."""
+        """Take the name of a repository. `is_guess` is True if it was given as a path that does not exist."""
         self._is_guess = is_guess
         self.repo = repo
         """The name, as ORG/MODEL."""

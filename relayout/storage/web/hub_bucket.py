@@ -1,12 +1,12 @@
 """Buckets of the Hugging Face hub, which are only read: `hf://buckets/ORG/BUCKET[/FOLDER]`.
 
-A bucket has no revisions: a file is replaced in its place. Its version is the Xet hash of its content. Each file is
-resolved to that hash and to a signed URL, from which its ranges come; a reader that stays at a version resolves again
-when the URL expires, and fails if the hash is another one then. The URL is bound to the content by the hub. Where the
-hub itself sends the bytes, under the file's name, its ETag must be the one that came with the hash.
+A bucket has no revisions: a new file replaces the old one. Its version is the Xet hash of its content. Each file is
+resolved to that hash and to a signed URL, which serves its ranges. When the URL expires, a reader of one version
+resolves the file again, and fails if the hash has changed. The hub binds the URL to the content. If the hub itself
+sends the bytes, under the file's name, the answer's ETag must equal the one that came with the hash.
 
-Buckets are not written: the hub's call for it (`HfApi.batch_bucket_files` of huggingface_hub 2.4) takes no condition,
-so that of two publishers both would succeed (`WritableClient.put`).
+Buckets are not written: the hub's call for writing (`HfApi.batch_bucket_files` of huggingface_hub 2.4) takes no
+condition, so two concurrent publishers would both succeed (see `WritableClient.put`).
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ _MAX_PAGE_NBYTES = 64 * 2**20
 
 @dataclass(frozen=True, slots=True)
 class _Resolved:
-    """One version of a file, and where its bytes are."""
+    """One version of a file, and the location of its bytes."""
 
     stat: FileStat
     address: Address

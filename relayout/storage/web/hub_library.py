@@ -54,7 +54,7 @@ def library() -> Any:
 
 
 def call_library(call: Callable[[], Answer], location: str, download: str) -> Answer:
-    """Return the result of a call of the hub's library. Its errors are translated, without the text of a server.
+    """Call the hub's library, and return the result. Errors are translated, and contain no text of a server.
 
     Args:
         download: the command that downloads the file, for messages.
@@ -92,7 +92,7 @@ def read_answer(url: str, location: str, limit: int) -> tuple[bytes, str | None]
 
 
 def metadata_of(url: str, location: str, download: str) -> Any:
-    """Request what the hub says of a file: length, hash, and where its bytes are. Repeated as all requests are."""
+    """Request a file's length, hash, and the location of its bytes from the hub. Retried like all requests."""
     hub = library()
 
     def ask() -> Any:
@@ -102,10 +102,10 @@ def metadata_of(url: str, location: str, download: str) -> Any:
 
 
 def address_of(found: Any, url: str, location: str) -> Address:
-    """Check where the hub says that a file's bytes are.
+    """Check the location of a file's bytes that the hub returned.
 
-    An address on another server is accepted by this proof: it is https, as the hub is; the caller has compared length
-    and hash; and the token is not sent there.
+    An address on another server is accepted, because it must be https if the hub is, the caller has compared length and
+    hash, and the token is not sent to that server.
     """
     scheme, _, rest = found.location.partition("://")
     is_hub = http.is_same_server(found.location, url)

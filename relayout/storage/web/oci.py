@@ -124,7 +124,7 @@ class OciClient:
 
     @property
     def artifact(self) -> Artifact | None:
-        """The artifact, requested until it exists. None: the registry has no artifact of this tag or digest."""
+        """The artifact; a missing one is requested again. None: the registry has no artifact of this tag or digest."""
         with self._lock:
             self._known = self._known or self._find()
             return self._known
@@ -379,7 +379,7 @@ class OciClient:
         persistent(ask, self.root)
 
     def again(self) -> OciClient:
-        """Return a client of the same name with the same tokens that requests the manifest again."""
+        """Return a new client of the same artifact, with the same tokens, which will request the manifest again."""
         client = OciClient(self.scheme, self.registry, self.repository, self.reference)
         client._login = self._login
         return client

@@ -47,17 +47,17 @@ def load(
         backend: "auto" takes the fastest that works here (see `relayout.explain`). To host memory: "direct" bypasses
             the page cache, "buffered" reads through it. To a CUDA device: "pinned" reads through pinned host memory,
             "gds" by GPUDirect Storage, "cufile-compat" by cuFile through host memory, to test it.
-        names: load only tensors with names that match one of these patterns; no other bytes are read. As in plans,
-            `*` is text without a dot (one part of the name), `**` any text, `{a,b}` one of these words, `#` a number.
-            A pattern that begins with `!` excludes the names that it matches. If all patterns begin with `!`, all other
+        names: load only tensors with names that match one of these patterns; no other bytes are read. As in plans, `*`
+            is text without a dot (one part of the name), `**` any text, `{a,b}` one of these words, `#` a number. A
+            pattern that begins with `!` excludes the names that it matches. If all patterns begin with `!`, all other
             tensors are loaded.
         experts: load these experts, each whole, instead of the rank's own: numbers, or text such as "0-31,64". In wide
             expert parallelism, a process loads the experts that it runs and reads no other, from any converted folder.
             `input_scale` and `input_global_scale` are loaded for all experts.
         verify: compare the digests of all chunks (1 MiB each) that contain bytes of the tensors, while bytes arrive.
         threads: requests in flight. Default: twice the number of processors, divided among the ranks of the node if
-        LOCAL_WORLD_SIZE is set, but at most 8; more if measurements during the load show that more are faster. memory:
-        bytes of buffers, or text such as "64MiB", in addition to the tensors; pinned memory for a CUDA device.
+            LOCAL_WORLD_SIZE is set, but at most 8; more if measurements during the load show that more are faster.
+        memory: bytes of buffers, or text such as "64MiB", in addition to the tensors; pinned memory for a CUDA device.
             Default: at most 32 MiB, or 128 MiB if pinned, and at most 1 GiB for all ranks of a node together.
         progress: True for a bar on stderr, or a function to call with (bytes that have arrived, total bytes).
         into: existing tensors to fill, such as an engine's parameters, with the slice's dtype and shape, on `device`.
@@ -74,14 +74,13 @@ def load(
             assembled from the stored slices by the same rules. A plain checkpoint is sliced at this degree, or
             converted into `cache`.
         group: a torch.distributed group. All members call this at the same time to load the same rank of a converted
-        checkpoint. Each reads a part of its bytes and receives the rest from the other members. The group's backend
-        must serve `device`. With
-            `verify`, each member compares the digests of the chunks that it reads. An error of one member is raised by
-            all. If a member is killed, the others fail: over gloo at once, over NCCL after the group's timeout. No
-            cache is used. From a plain checkpoint, each member loads its own rank to the CPU (any ranks, in any
-            combination). Together they read each byte once, and send each other bytes that several members need. This
-            takes 40 MiB of buffers more than `memory`. With `into` and no rank, members also read each byte once, from
-            any checkpoint and to any device. Each member passes the tensors that it holds.
+            checkpoint. Each reads a part of its bytes and receives the rest from the other members. The group's backend
+            must serve `device`. With `verify`, each member compares the digests of the chunks that it reads. An error
+            of one member is raised by all. If a member is killed, the others fail: over gloo at once, over NCCL after
+            the group's timeout. No cache is used. From a plain checkpoint, each member loads its own rank to the CPU
+            (any ranks, in any combination). Together they read each byte once, and send each other bytes that several
+            members need. This takes 40 MiB of buffers more than `memory`. With `into` and no rank, members also read
+            each byte once, from any checkpoint and to any device. Each member passes the tensors that it holds.
         cache: a folder on a local drive, or a `relayout.Cache` with a limit. It keeps the files of ranks that are
             loaded from a remote store, so that the next load is local. Every byte is verified when it is fetched. A
             plain checkpoint is converted into it first. Processes of a machine share it, and read nothing twice.
@@ -173,11 +172,11 @@ def iter_load(
     Args:
         path, rank: as for `load`.
         memory: limit of the tensors that are being read or wait to be yielded, plus all buffers; bytes, or text such as
-        "2GiB". Default: 512 MiB, but at most 2 GiB for all ranks of a node together, and always enough for the largest
-        tensor. group: as for `load`, of a converted checkpoint. All members iterate to the end, each in one thread and
-        on one CUDA stream, and wait for each other. The smallest `memory` among the members applies to all. A member
-        that stops
-            early fails the others.
+            "2GiB". Default: 512 MiB, but at most 2 GiB for all ranks of a node together, and always enough for the
+            largest tensor.
+        group: as for `load`, of a converted checkpoint. All members iterate to the end, each in one thread and on one
+            CUDA stream, and wait for each other. The smallest `memory` among the members applies to all. A member that
+            stops early fails the others.
         options: all others as for `load`.
 
     Raises:

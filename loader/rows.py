@@ -428,7 +428,8 @@ def rows(
     Raises:
         FormatError: a file is damaged, missing, or of another conversion.
         PlanError: the path, rank, tensor or row does not exist, or rows are not stored in one piece, such as when
-        columns are cut; or as for `load`. OSError: a read failed.
+            columns are cut; or as for `load`.
+        OSError: a read failed.
 
     Example:
         >>> import relayout

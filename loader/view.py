@@ -47,7 +47,7 @@ class HeldSlice:
     Example:
         >>> import relayout
         >>> with relayout.open("llama-3.1-8b-tp8", rank=3) as checkpoint:
-        ...     checkpoint.place("model.layers.0.self_attn.q_proj.weight").part.by_axis
+        ...     checkpoint.held_slice("model.layers.0.self_attn.q_proj.weight").part.by_axis
         ((0, ((48, 16),)),)
     """
 
@@ -445,9 +445,9 @@ def safe_open(
     Args:
         path, deltas, trust: as for `load`.
         framework: "pt" for tensors of torch, or "np" for numpy arrays, for jax and others. numpy has bfloat16 and 8-bit
-        floating-point dtypes once `ml_dtypes` is imported, which jax does. Both frameworks need torch. device: as for
-        `load`; None is the CPU, the only device of numpy. backend: "mmap" or "pread", as `safetensors.safe_open` has
-        them. Either reads a tensor when it is requested.
+            floating-point dtypes once `ml_dtypes` is imported, which jax does. Both frameworks need torch.
+        device: as for `load`; None is the CPU, the only device of numpy.
+        backend: "mmap" or "pread", as `safetensors.safe_open` has them. Either reads a tensor when it is requested.
 
     Returns:
         The whole tensors; see `open`.

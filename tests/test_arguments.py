@@ -27,7 +27,7 @@ FUNCTIONS = sorted(
     for name in relayout.__all__
     if inspect.isfunction(getattr(relayout, name)) or name in ("Publisher", "Follower", "Cache")
 )
-METHODS = ["CheckpointView.get_tensor", "CheckpointView.get_slice", "CheckpointView.place"]
+METHODS = ["CheckpointView.get_tensor", "CheckpointView.get_slice", "CheckpointView.held_slice"]
 
 
 class Odd:

@@ -47,7 +47,7 @@ KERNEL_MODULES = Path("/proc/modules")
 CONFIG = Path("/etc/cufile.json")
 
 UDEV = Path("/run/udev/data")
-"""Folder with what udev knows of each device: `bMAJOR:MINOR` of a drive has its file system.
+"""Folder of udev with the properties of each device: `bMAJOR:MINOR` of a drive has its file system.
 
 cuFile registers no file of a drive without an entry, in compat mode either (5027; 1.15 and 1.20). Containers and small
 virtual machines often have none.

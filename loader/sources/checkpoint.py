@@ -278,7 +278,8 @@ def find_rank(
     Raises:
         FormatError: relayout.json is damaged; or as `CopyingStore.keep`.
         PlanError: the path or the rank does not exist; `tp` is missing, which a plain checkpoint requires; or `rank` or
-        `tp` is not an integer. OSError: as `CopyingStore.keep`.
+            `tp` is not an integer.
+        OSError: as `CopyingStore.keep`.
     """
     rank = integer(rank, "rank")
     if tp is not None:

@@ -354,8 +354,8 @@ class RankSource(ABC):
         """Return the tensors with names that match, and the reads that fill them.
 
         Raises:
-            FormatError: a file that the manifest lists, or the plain checkpoint, is damaged. PlanError: a pattern
-            matches nothing.
+            FormatError: a file that the manifest lists, or the plain checkpoint, is damaged.
+            PlanError: a pattern matches nothing.
         """
 
     @abstractmethod

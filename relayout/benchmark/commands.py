@@ -109,7 +109,7 @@ def new_chart(chart: str) -> Path:
     """Return the path of a chart to write, before anything is measured.
 
     Raises:
-        PlanError: it is no SVG file; it exists; or its folder does not.
+        PlanError: it is not an SVG file; it exists; or its folder does not.
     """
     path = Path(chart)
     if path.suffix.lower() != ".svg":
@@ -224,7 +224,7 @@ def loads(groups: Iterable[RankLoads], drive: float | None) -> Table:
 
 
 def drive_activity(groups: Iterable[RankLoads]) -> Table | None:
-    """Return a table of what the drive did during cold loads, by all processes; None: there are no samples."""
+    """Return a table of what the drive did during cold loads, by all processes; None: nothing was sampled."""
     from relayout.benchmark.samples import mean_queue, mean_request_nbytes
     from relayout.cli.render import of_numbers
 

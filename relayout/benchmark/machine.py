@@ -32,6 +32,8 @@ _DIRECT_NBYTES, _DIRECT_THREADS = 8 * 2**20, 8
 """Bytes of a direct request, and number of requests in flight, for the measurement of the drive's limit."""
 _DIRECT_SECONDS, _MAX_DIRECT_NBYTES = 3.0, 8 * 10**9
 """Limits of that measurement: it ends after this time (seconds) or this many bytes."""
+_FIO_SECONDS = 600
+"""Seconds after which fio is killed: none of its jobs takes as long."""
 
 
 class NotPrepared(Exception):
@@ -184,6 +186,8 @@ def devices_of(device: str) -> tuple[str, ...]:
     """
     import torch
 
+    if not isinstance(device, str):
+        raise PlanError(f"device {device!r}, expected cpu, cuda or cuda:N", code="option")
     kind, _, number = device.partition(":")
     if device == "cpu":
         return ("cpu",)
@@ -229,7 +233,7 @@ def drive_limit(files: Sequence[Path]) -> DriveLimit | None:
     if shutil.which("fio") is not None:
         names = ":".join(str(path).replace(":", r"\:") for path in files)  # fio splits at other colons.
         seconds = f"--runtime={_DIRECT_SECONDS:.0f}"
-        with suppress(subprocess.CalledProcessError, ValueError, LookupError):  # Its build lacks an engine.
+        with suppress(subprocess.SubprocessError, ValueError, LookupError):  # Its build lacks an engine.
             read = fio(f"--filename={names}", seconds, "--file_service_type=sequential", "--rw=read", "--readonly")
             if nbytes_per_s := float(read["read"]["bw_bytes"]):
                 return DriveLimit(nbytes_per_s / 1e9, "fio")
@@ -241,14 +245,14 @@ def fio(*options: str) -> dict[str, Any]:
     """Run fio with requests like ours, 8 of 8 MiB in flight, and return its results of the job.
 
     Raises:
-        CalledProcessError, ValueError, LookupError: it has failed.
+        SubprocessError, ValueError, LookupError: it has failed, or has not ended within minutes.
     """
     command = ["fio", "--name=limit", "--direct=1", "--ioengine=libaio", "--iodepth=8", "--bs=8M", *options]
     # Its buffers are in huge pages: with small ones, a drive that takes few segments splits each request. On the
     # virtual machines where this was written, that was a third of the speed.
     environment = os.environ | {"GLIBC_TUNABLES": "glibc.malloc.hugetlb=1"}
     command += ["--group_reporting", "--output-format=json"]
-    run = subprocess.run(command, capture_output=True, check=True, env=environment)
+    run = subprocess.run(command, capture_output=True, check=True, env=environment, timeout=_FIO_SECONDS)
     job: dict[str, Any] = json.loads(run.stdout[run.stdout.index(b"{") :])["jobs"][0]
     return job
 

@@ -196,8 +196,8 @@ def read_dcp(root: Store) -> DcpFolder:
     """Read `.metadata` of a folder, and the location of each of the model's tensors in its files.
 
     Raises:
-        FormatError: a file is missing or damaged; or a pickle imports more than it needs. PlanError: the folder has no
-        model that can be converted.
+        FormatError: a file is missing or damaged; or a pickle imports more than it needs.
+        PlanError: the folder has no model that can be converted.
     """
     where = root.location(METADATA_NAME)
     if root.stat(METADATA_NAME) is None:

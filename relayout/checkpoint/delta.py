@@ -351,7 +351,7 @@ class RankState:
 
         Raises:
             FormatError: the folder is damaged.
-            PlanError: there is no such rank.
+            PlanError: such a rank does not exist.
         """
         blob = read_manifest_blob(store)
         manifest = parse_manifest(blob, store.location(MANIFEST_NAME))

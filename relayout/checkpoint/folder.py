@@ -173,7 +173,7 @@ def choose_shards(root: Store, names: Sequence[str]) -> tuple[list[str], list[st
 
 
 def other_shards(name: str) -> list[str]:
-    """Return a text about the rest of the numbered set that a single file belongs to; empty if there is no rest."""
+    """Return a text about the rest of the numbered set that a single file belongs to; empty without such a set."""
     match = _NUMBERED.fullmatch(name)
     if match is None or int(match["count"]) == 1:
         return []

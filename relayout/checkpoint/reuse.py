@@ -372,8 +372,8 @@ class Reuse(Closable):
             number: of the new file.
             extent: of the chunk or header. For a part of a chunk nothing is taken, as it has no digest.
             view: memory for the bytes.
-            scratch: memory for a direct read that cannot go into `view`. rest: reads another extent of the new file
-            from its source.
+            scratch: memory for a direct read that cannot go into `view`.
+            rest: reads another extent of the new file from its source.
 
         Returns:
             True: `view` has the bytes, verified by the digest in the new checkpoint's index. False: the content of

@@ -399,7 +399,7 @@ def _collect_tensors(
 
 
 def _part_in(header: Header) -> str | None:
-    """Return a tensor of which the file has a part that does not begin at its first element; None if there is none.
+    """Return a tensor whose part in this file does not begin at its first element; None: all begin there.
 
     HuggingFaceStorageWriter writes where each part begins, also for whole tensors (torch 2.13,
     `torch/distributed/checkpoint/filesystem.py`: `DCP_SHARDING_INFO` in `__metadata__`). Text of another form is no

@@ -227,7 +227,7 @@ def verify_statement(store: Store, policy: Policy, content: Callable[[bytes], st
 
     Args:
         content: function that returns the content id of a stored relayout.json, which a policy may name. It is called
-        only for a signed one.
+            only for a signed one.
     """
     signers = _signers_for(store, policy)
     signature, blob = (

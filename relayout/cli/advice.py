@@ -18,7 +18,7 @@ _GROUPS = ("plans", "cache")
 _WITH_VALUE = ("--rank", "--tp")
 """Options with a value that messages say to omit."""
 _BY_SCHEME = {"s3": "aws s3 ls {}/", "hf": "hf auth whoami", "http": "curl -I {}", "https": "curl -I {}"}
-"""Commands that ask a store without relayout."""
+"""Commands that list a store, or test access to it, without relayout."""
 _BY_ERRNO = {
     errno.EACCES: "ls -ld {}",
     errno.EPERM: "ls -ld {}",

@@ -99,11 +99,11 @@ def add(
         ranks: convert only these ranks, such as "0-3", for a node that runs no others.
         limit: largest size of the cache in bytes; default RELAYOUT_CACHE_LIMIT.
         expert_parallel: True if each expert is held whole by one rank.
-        observe: an installed engine, "vllm" or "sglang". If the model has no built-in plan, observe the slices that
-            the engine uses, and store the plan in the cache. None: do not observe.
+        observe: an installed engine, "vllm" or "sglang". If the model has no built-in plan, observe the slices that the
+            engine uses, and store the plan in the cache. None: do not observe.
         progress: True for a bar on stderr, or a function that is called with (bytes done, total bytes).
         behind_loads: wait, for at most 10 minutes, while an engine on this machine loads a model that it would then
-        convert into this cache.
+            convert into this cache.
 
     Returns:
         The entries of the cache afterwards, and the entries that were removed to make room.

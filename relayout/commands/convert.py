@@ -28,12 +28,12 @@ def convert(
     Args:
         source: a checkpoint folder, a Hugging Face cache snapshot, a folder of torch DCP, or one .safetensors file.
             Never written to.
-        output: the folder to make; default is `SOURCE-tpN` next to the source folder. It appears complete
-            or not at all.
+        output: the folder to make; default is `SOURCE-tpN` next to the source folder. It appears complete or not at
+            all.
         tp: number of tensor-parallel ranks.
         align: power of two, 512 bytes to 16 MiB. Slices of a tensor start at multiples of this alignment if the sizes
-        of all of them are multiples of it. Sizes are bytes, or text such as "16KiB". plan: a plan file, the name of a
-        built-in plan, or "transformers" for that package's plan; "vllm" or "sglang":
+            of all of them are multiples of it. Sizes are bytes, or text such as "16KiB".
+        plan: a plan file, the name of a built-in plan, or "transformers" for that package's plan; "vllm" or "sglang":
             cut as the classes of that installed engine cut; or the `Plan` of another conversion of this checkpoint.
             Default: the built-in plan for config.json's `model_type`. Not needed for `tp=1`.
         trust_remote_code: with "vllm" or "sglang": allow the engine to run Python files of the source.

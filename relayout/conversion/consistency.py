@@ -98,7 +98,7 @@ class Verification(Result):
 
     @property
     def ok(self) -> bool:
-        """True if there are no differences."""
+        """True if nothing differs."""
         return not self.differences
 
     @property

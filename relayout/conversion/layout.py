@@ -221,7 +221,7 @@ class Conversion:
         """Return the part of this conversion for the files of these ranks, and of whole tensors.
 
         Raises:
-            PlanError: there is no such rank.
+            PlanError: such a rank does not exist.
         """
         some = parse_ranks(ranks, self.plan.num_ranks)
         assert set(some) <= set(self.ranks)

@@ -133,7 +133,8 @@ def plan_conversion(
     Args:
         source: a checkpoint folder, a Hugging Face cache snapshot, a folder of torch DCP, or one .safetensors file.
         output: the folder to make; default is `SOURCE-tpN` next to the source folder. A single file has no default: the
-        output would lie in the folder of the source. options: as for `convert`.
+            output would lie in the folder of the source.
+        options: as for `convert`.
 
     Returns:
         The planned conversion, for `preview`, `carry_out` and `is_carried_out`.

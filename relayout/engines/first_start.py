@@ -84,7 +84,8 @@ class DeferredConversion:
         if status == 0:
             self.logger.info("relayout: %s is in the cache %s", self.source, self.cache.folder)
         else:
-            why = words.splitlines()[-1] if words else f"exit status {child.returncode}"
+            said = [line for line in words.splitlines() if not line.startswith("relayout: next: ")]
+            why = said[-1] if said else f"exit status {child.returncode}"
             self.logger.warning("relayout: %s was not converted into the cache: %s", self.source, why)
 
 

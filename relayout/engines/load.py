@@ -346,7 +346,8 @@ class EngineRank:
 
         Args:
             manifest: the checked manifest of a folder that the user has converted. None: the checkpoint is plain, or in
-            a cache. options, store, deltas: as of `RankWeights`.
+                a cache.
+            options, store, deltas: as of `RankWeights`.
         """
         has_all = manifest is None or manifest.num_ranks == 1 or manifest.expert_parallel
         is_as_here = store is not None or (manifest is not None and manifest.num_ranks == self.num_ranks)

@@ -109,8 +109,7 @@ def make_model(
 
     Raises:
         FormatError, PlanError, OSError: as `WeightsLocation.is_ours`; an option is wrong; or the model reads weights of
-        a
-            converted folder by itself.
+            a converted folder by itself.
     """
     model_load = _model_load(model_config)
     assert model_load.location is not None

@@ -54,7 +54,7 @@ def encode(data: Array, runs: Sequence[tuple[int, int]]) -> bytes:
     Args:
         data: 1-D, contiguous.
         runs: consecutive parts of `data`: each is its length in bytes, and the bytes of an element: one of `WIDTHS`
-        that divides the length.
+            that divides the length.
 
     Returns:
         The input of `xor_into`; empty if all of `data` is zero.

@@ -76,8 +76,8 @@ def find_array(read: Read, nbytes: int, where: str) -> SavedArray:
         where: names it, for errors.
 
     Raises:
-        FormatError: it is damaged, or is not an archive of one tensor. PlanError: the tensor's elements are not in
-        row-major order.
+        FormatError: it is damaged, or is not an archive of one tensor.
+        PlanError: the tensor's elements are not in row-major order.
     """
     with about(path=where):
         try:

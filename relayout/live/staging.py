@@ -545,7 +545,7 @@ class _Decoded:
         joined = []
         while self._flips:
             (memory, *_), parts = self._flips.popitem()
-            indices, bits = ([getattr(one, of) for one in parts] for of in ("places", "bits"))
+            indices, bits = ([getattr(one, of) for one in parts] for of in ("indices", "bits"))
             joined.append(Flips(memory, np.concatenate(indices), np.concatenate(bits)))
         return joined
 

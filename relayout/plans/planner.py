@@ -487,7 +487,8 @@ def recorded_plan(checkpoint: PlannedCheckpoint, record: SourceRecord, num_ranks
 
     Args:
         checkpoint: the record's tensors, and the folder's config.json.
-        record: a source record with rules, which are not needed for one rank. num_ranks: the degree.
+        record: a source record with rules, which are not needed for one rank.
+        num_ranks: the degree.
     """
     if num_ranks == 1:
         return plan_by(checkpoint, 1, None)

@@ -129,7 +129,8 @@ def hash_files(
 
     Args:
         num_streams: the number of files that are read at the same time. A chunk is always hashed by one thread, even if
-        the chunk is the whole file. stop: requested when a read fails. A request by another thread stops the work.
+            the chunk is the whole file.
+        stop: requested when a read fails. A request by another thread stops the work.
     """
     stop = stop or Stop()
     hashed = [[ExtentDigests(file.extents, stop), ExtentDigests(file.chunks, stop, file.new_hash)] for file in files]

@@ -338,7 +338,7 @@ class BucketConformance(StoreConformance):
 
     @requirement
     def test_an_upload_that_is_given_up_makes_no_object(self, location: StoreLocation, tmp_path: Path) -> None:
-        """`upload` asks `check` before each part; if it raises, `upload` raises, too, and no object exists."""
+        """`upload` calls `check` before each part; if it raises, `upload` raises, too, and no object exists."""
         bucket, name, _ = _bucket(location)
         (tmp_path / "file").write_bytes(bytes(20 * 2**20))
 

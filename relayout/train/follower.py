@@ -54,9 +54,9 @@ class Steps:
         """Return the shortest chain to a step: a folder, deltas, or both.
 
         Args:
-            have: the number of the step that the reader has, or the digest of its relayout.json. None, or a step that
-            is no longer in the index: the reader has nothing. step: the requested step, as its number or the digest of
-            its relayout.json. Default: the newest.
+            have: the number of the step that the reader has, or the digest of its relayout.json. None, or a step
+                that the index no longer has: the reader has nothing.
+            step: the requested step, as its number or the digest of its relayout.json. Default: the newest.
 
         Returns:
             None: no step was published.
@@ -81,8 +81,8 @@ class Steps:
 
         Raises:
             PlanError: some folders contain files not written by relayout. These files are kept, everything else is
-            deleted. FormatError, OSError: the index is damaged; or some files cannot be deleted, and all others are
-            deleted.
+                deleted.
+            FormatError, OSError: the index is damaged; or some files cannot be deleted, and all others are deleted.
         """
         return self._root.prune(grace_seconds)
 

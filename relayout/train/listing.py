@@ -72,12 +72,11 @@ def list_steps(
     Args:
         root: a folder, or the URL of a prefix of a bucket.
         check: verify that a folder or a chain of deltas produces each step. Its relayout.json must have the digest that
-        the index records, and all files that relayout.json lists must exist. Weight files are checked by their lengths
-        and
-            headers. All other files, such as tables, digests of chunks, the source record and indexes of changes, are
-            checked by digests. Each delta must apply to the step before it. Weights, their changes, and the content of
-            side files are not read: readers verify weights when they read them (`relayout verify` reads those of a
-            folder).
+            the index records, and all files that relayout.json lists must exist. Weight files are checked by their
+            lengths and headers. All other files, such as tables, digests of chunks, the source record and indexes of
+            changes, are checked by digests. Each delta must apply to the step before it. Weights, their changes, and
+            the content of side files are not read: readers verify weights when they read them (`relayout verify` reads
+            those of a folder).
         prune: delete retired folders and deltas, see `relayout.Steps.prune`.
         grace_seconds: as for `relayout.Steps.prune`.
     """

@@ -116,10 +116,10 @@ class Publisher:
             grace_seconds: data that is not kept any more is deleted when a later step is published and this publisher
                 has seen it retired for this number of seconds. Readers have this time to finish reading.
             keep_in: a folder on a local drive for the bytes of the last step. Default: host memory. Space per member of
-            a group of N: 1/N of the size of the weight files, up to the same again for whole tensors that it digests,
-            and up to the same again for its parts of tensors that other members write. Without a group: the size of the
-            weight files. key, certificate, chain: sign each step, as `relayout.sign` does: its relayout.json, which
-            contains the
+                a group of N: 1/N of the size of the weight files, up to the same again for whole tensors that it
+                digests, and up to the same again for its parts of tensors that other members write. Without a group:
+                the size of the weight files.
+            key, certificate, chain: sign each step, as `relayout.sign` does: its relayout.json, which contains the
                 digests of all other files. Every member of a group reads these files. Default: steps are not signed.
             max_part_nbytes: as for `relayout.save`. In addition to the last step, the encoded changes of a part are in
                 memory, for each rank that this process writes files of.
@@ -168,8 +168,8 @@ class Publisher:
             weights: a model of transformers, as for `relayout.transformers.save_pretrained`; or tensors by name, as for
                 `relayout.save`.
             step: the number of the step, from 0. A training run that returns to an earlier checkpoint publishes a
-            number again: readers of this number get its latest version, and readers of the newest step get the most
-            recently published one.
+                number again: readers of this number get its latest version, and readers of the newest step get the most
+                recently published one.
 
         Returns:
             The step as readers see it.

@@ -267,8 +267,7 @@ def save(
             They must not change before the save has ended; with `background`, before this function returns.
         output: the folder to create, or its URL. It appears complete or not at all. All processes must reach it.
         config: the content of config.json, or the path of that file; or the path of a folder with small files to copy,
-        such as config.json and
-            those of the tokenizer. In a group, that of the first member is used.
+            such as config.json and those of the tokenizer. In a group, that of the first member is used.
         dtype: the floating-point dtype to write, to which tensors are cast while they are copied. Default: their own.
         group: a process group; all members save together, each with the tensors that it holds, and with equal options.
             Default: this process alone, which holds everything.

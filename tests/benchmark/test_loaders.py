@@ -17,7 +17,9 @@ from relayout.benchmark.run import Folders
 REGISTRY = "relayout.benchmark.loaders"
 PEERS = LOADERS | {name: peers.LOADERS[name] for name in ("load_file_pread", "threads", "map_populate")}
 IN_PROCESS = [
-    name for name, loader in PEERS.items() if loader.package not in ("fastsafetensors", "runai-model-streamer")
+    name
+    for name, loader in PEERS.items()
+    if "cpu" in loader.devices and loader.package not in ("fastsafetensors", "runai-model-streamer")
 ]
 
 

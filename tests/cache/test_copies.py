@@ -300,7 +300,7 @@ def test_a_cache_that_cannot_be_used_is_said_and_the_store_is_read(
     own = tmp_path / "relayout-cache-v1"
     relayout.load(URL, 1, cache=tmp_path)
     own.chmod(0o777)
-    with pytest.warns(UserWarning, match="cannot be used: .*others may write to it.*`relayout cache .*` lists"):
+    with pytest.warns(UserWarning, match="cannot be used: .*other users may write to it.*`relayout cache .*` lists"):
         expect(relayout.load(URL, 1, cache=tmp_path), converted)
     (tmp_path / "file").touch()
     with pytest.warns(UserWarning, match="cannot be used: .*(File exists|Not a directory)"):

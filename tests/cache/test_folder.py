@@ -277,7 +277,7 @@ def test_where_others_may_write_nothing_is_believed(tmp_path: Path, mode: int) -
             cache.hold(OLD)
     entry.parent.chmod(mode)
     for use in (lambda: cache.hold(OLD), cache.entries, cache.try_filling, lambda: cache.remove(OLD)):
-        with pytest.raises(PlanError, match="others may write to it, so that nothing in it is believed"):
+        with pytest.raises(PlanError, match="other users may write to it, so its entries are not used"):
             use()
 
 

@@ -169,7 +169,7 @@ def test_folders_that_are_not_complete_are_refused(tmp_path: Path) -> None:
     (folder / ".metadata").rename(folder / "__0.metadata")
     refused(folder, FormatError, "use_collectives")
     (folder / "__0.metadata").unlink()
-    refused(folder, FormatError, "is missing beside .distcp files")
+    refused(folder, FormatError, "is missing next to .distcp files")
 
 
 def test_a_box_of_another_dtype_than_its_tensor_is_refused(tmp_path: Path) -> None:

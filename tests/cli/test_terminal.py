@@ -105,6 +105,7 @@ def test_at_80_columns_no_line_is_longer_and_no_word_is_cut(command: str, folder
         "headers",
         "of",
         "llama",
+        "llam",
         "converting",
         "verifying",
         "restoring",

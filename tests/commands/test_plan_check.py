@@ -65,7 +65,7 @@ def test_the_scales_of_a_quantized_weight_need_the_rule_of_the_weight(tmp_path: 
 
 def test_what_cannot_be_cut_by_any_rule_is_an_error(tmp_path: Path, llama: Path) -> None:
     folder = write(tmp_path / "m", KNOWN, model_type="llama", quantization_config={"quant_method": "gguf"})
-    with pytest.raises(PlanError, match="gguf, which no rule can cut: its blocks are not stored as tensors"):
+    with pytest.raises(PlanError, match="gguf, which no rule can divide: its blocks are not stored as tensors"):
         check_plan(folder)
     with pytest.raises(PlanError, match="a plan observed from vLLM has no rules to check"):
         check_plan(llama, plan="vllm")

@@ -78,10 +78,10 @@ def test_digests_that_anybody_can_forge_are_not_signed_and_their_signature_count
 
     (copy_of / "model.sig").unlink()
     by_other_digests(copy_of)
-    with pytest.raises(FormatError, match="not a proof"):
+    with pytest.raises(FormatError, match="not a BLAKE3 digest"):
         relayout.sign(copy_of, key=keys.key)
     Config().use_elliptic_key_signer(private_key=keys.key).sign(copy_of, copy_of / "model.sig")
-    with pytest.raises(FormatError, match="not a proof"):
+    with pytest.raises(FormatError, match="not a BLAKE3 digest"):
         relayout.load(copy_of, 0, trust=keys.policy)
 
 

@@ -180,6 +180,10 @@ def assert_goes_on(model: Model, place: Path, resumed: set[int]) -> None:
     assert_nothing_hidden(place)
 
 
+NEXT = "relayout: next: "
+"""Begins the line with the next command, which ends the output of a failed one."""
+
+
 def kept_note(place: Path) -> str:
     return f"relayout: note: finished work is kept in {place / PARTIAL}; the same command resumes it"
 
@@ -270,7 +274,8 @@ def test_after_a_signal_the_same_command_goes_on(model: Model, shim: Path, tmp_p
     done = run(tmp_path, source=model.place, shim=shim, faults=[f"{where}|{signal}"])
     assert (done.returncode, done.stdout) == (code, "")
     kept = kept_after(tmp_path)
-    assert done.stderr.splitlines() == [f"relayout: {word}", *([kept_note(tmp_path)] if kept else [])]
+    expected = [f"relayout: {word}", *([kept_note(tmp_path)] if kept else []), f"{NEXT}run the same command again"]
+    assert done.stderr.splitlines() == expected
     assert isinstance(moment, int) or len(kept) == len(model.planned().source.tensors) - 1, "all but the empty one"
     assert_goes_on(model, tmp_path, kept)
 
@@ -383,7 +388,8 @@ def kept_after(place: Path) -> set[int]:
 
 def assert_fails(done: subprocess.CompletedProcess[str], place: Path, says: str, *, kept: set[int]) -> None:
     assert (done.returncode, done.stdout) == (3, "")
-    error, *notes = done.stderr.splitlines()
+    error, *notes, following = done.stderr.splitlines()
+    assert following.startswith(NEXT)
     assert error.startswith("relayout: error: ")
     assert says in error
     assert notes == ([kept_note(place)] if kept else [])

@@ -521,7 +521,7 @@ def test_what_was_noted_is_compared_with_the_source_again(
     """A source of the same names, lengths and samples; its times may tell that it is another, or not."""
     monkeypatch.setattr("relayout.checkpoint.source.samples_of", lambda *_: {})
     if not is_told:
-        monkeypatch.setattr("relayout.checkpoint.source.place_of", lambda path: [str(path)])
+        monkeypatch.setattr("relayout.checkpoint.source.location_of", lambda path: [str(path)])
     done = interrupt(work)
     times = {path: path.stat().st_mtime_ns for path in source_of(work).iterdir()}
     if changes == "all":

@@ -145,7 +145,7 @@ def test_the_folder_is_verified_loaded_and_restored(
         streamed = {name: tensor.numpy() for name, tensor in relayout.iter_load(converted, rank)}
         with relayout.open(converted, rank) as view:
             mapped = {name: view.get_tensor(name).numpy() for name in view.keys()}  # noqa: SIM118 (it is no mapping)
-            assert all(view.place(name).part == model[name][1][rank] for name in expected)
+            assert all(view.held_slice(name).part == model[name][1][rank] for name in expected)
         for found in (
             stored,
             load_tensors(converted, rank),

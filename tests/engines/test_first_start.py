@@ -139,7 +139,7 @@ def test_a_conversion_ends_with_the_engine_and_the_next_start_continues(
 LOADING = """
 import sys
 from relayout import Cache
-held = Cache(sys.argv[1]).loading()
+held = Cache(sys.argv[1]).register_load()
 print("loading", flush=True)
 sys.stdin.read()
 """
@@ -210,7 +210,7 @@ def test_a_conversion_pauses_while_another_engine_loads_in_the_same_cache(
         was_loading.append(relayout.Cache(cache).is_loading())
         convert_unit(*arguments, **options)
         if not held:
-            lock = relayout.Cache(cache).loading()
+            lock = relayout.Cache(cache).register_load()
             assert lock is not None
             held.append(lock)
             threading.Timer(0.3, lock.close).start()

@@ -85,7 +85,7 @@ def test_what_is_not_read_says_so() -> None:
     whole = ((0,), (4,))
     with pytest.raises(PlanError, match="compressed by"):
         parse(metadata(whole, shape=(4,), transform_descriptors=["zstd"]))
-    with pytest.raises(FormatError, match="no place in a file"):
+    with pytest.raises(FormatError, match="no location in a file"):
         parse(metadata(whole, shape=(4,), offset=-1))
     good = metadata(whole, shape=(4,))
     with pytest.raises(FormatError, match="no file has its box"):

@@ -111,13 +111,15 @@ def words_of(command: str, folder: Path, out: Path) -> list[str]:
 
 
 def check_line(text: str, folder: Path) -> str:
-    """The one line of a refusal, which steers no terminal and is no flood."""
+    """The line of a refusal. A command's is followed by the next command. Neither steers a terminal or is a flood."""
     assert "Traceback" not in text
     assert text.endswith("\n"), text[-200:]
     lines = text[:-1].split("\n")
-    assert len(lines) == 1, text[:2000]
-    assert lines[0].isprintable(), ascii(lines[0][:2000])
-    assert len(lines[0].replace(str(folder), "")) <= MAX_LINE, f"{len(lines[0])} characters: {lines[0][:200]}"
+    is_printed = lines[0].startswith("relayout: ")
+    assert [line.startswith("relayout: next: ") for line in lines] == [False, True][: 1 + is_printed], text[:2000]
+    for line in lines:
+        assert line.isprintable(), ascii(line[:2000])
+        assert len(line.replace(str(folder), "")) <= MAX_LINE, f"{len(line)} characters: {line[:200]}"
     return lines[0]
 
 

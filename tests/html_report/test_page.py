@@ -200,7 +200,7 @@ def test_only_an_older_page_is_replaced(kind: str, folder: Path, llama: Path, tm
     [
         ("model/page.html", "inside the checkpoint's"),
         ("link/deeper/page.html", "inside the checkpoint's"),
-        ("a.safetensors", "a page is"),
+        ("a.safetensors", "a report cannot be"),
     ],
 )
 def test_a_new_page_is_no_part_of_a_checkpoint(name: str, says: str, llama: Path, tmp_path: Path) -> None:

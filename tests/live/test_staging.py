@@ -340,9 +340,7 @@ def test_layers_that_were_wrapped_since_the_load_are_loaded_again(steps: Path, s
     assert engine.has(reference_tensors(steps / "model-1"))
 
 
-@pytest.mark.parametrize(
-    ("is_gone", "reason"), [(False, "another module in the place"), (True, "has removed a module")]
-)
+@pytest.mark.parametrize(("is_gone", "reason"), [(False, "has replaced a module"), (True, "has removed a module")])
 def test_a_layer_that_is_not_there_any_more_is_noticed_before_the_commit(
     steps: Path, is_gone: bool, reason: str
 ) -> None:

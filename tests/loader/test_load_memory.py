@@ -128,7 +128,7 @@ def test_memory_that_python_lacks_is_told_with_words(place: Path, monkeypatch: p
     for call in (relayout.load, relayout.iter_load):
         assert_fails(partial(call, place / "out", 0), MemoryError, "^out of memory for objects other than tensors")
     monkeypatch.setattr(resource, "getrlimit", lambda _: (2**40, 2**41))
-    message = rf"beside tensors and buffers: this process may have {2**40} bytes \(ulimit -v\)$"
+    message = rf"for objects other than tensors and buffers: this process may have {2**40} bytes \(ulimit -v\)$"
     assert_fails(partial(relayout.load, place / "out", 0, names="**"), MemoryError, message)
 
 

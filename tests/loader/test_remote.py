@@ -137,7 +137,7 @@ def test_what_a_load_would_do_is_told(server: Server, converted: Path) -> None:
     assert {file.filesystem.kind for file in found.files} == {"s3"}
     assert found.reason.partition("; memory: ")[0] == (
         "threads request ranges of the files, which go straight into memory; here s3 reads them in requests of at most"
-        " 16.8 MB each, 16 at a time, up to 32 where that reads faster"
+        " 16.8 MB, 16 at a time, up to 32 where that reads faster"
     )
     assert server.sent_nbytes < found.nbytes
 
@@ -150,7 +150,7 @@ def test_the_doctor_measures_the_network(server: Server, converted: Path) -> Non
     assert network.sample_nbytes == sum(files_of_rank(converted, 0).values())
     said = " ".join(prestarted.run("doctor", URL, imports=prestarted.LOADER).stdout.split())
     assert re.search(r"network [0-9.]+ ms .* byte, [0-9.]+ GB/s over 16 connections .*: rank 0 would take", said)
-    assert f"on {URL}, in ranges of at most 16 MiB" in said
+    assert f"on {URL}, in ranges of at most 16.8 MB" in said
     assert diagnose(converted, device="cpu").network is None
 
 

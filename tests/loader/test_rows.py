@@ -241,7 +241,7 @@ def verified(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(module.RowReader, "__init__", init)
 
 
-@pytest.mark.usefixtures("proven")
+@pytest.mark.usefixtures("verified")
 def test_bytes_that_are_to_be_proven_are(converted: Path, table: torch.Tensor, tmp_path: Path) -> None:
     ids = [7, 1343, 500, 7]
     assert_bits(relayout.rows(converted, 0, TABLE, ids), table[ids])

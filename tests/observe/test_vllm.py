@@ -47,7 +47,8 @@ def test_without_vllm_observing_says_what_to_install(tmp_path: Path, monkeypatch
     without_package("vllm", tmp_path, monkeypatch)
     write_source(tmp_path / "model")
     message = (
-        r"--plan vllm: vLLM cannot be imported \(none here\): install vllm \(a build for CPUs.*\) beside relayout$"
+        r"--plan vllm: vLLM cannot be imported \(none here\): "
+        r"install vllm \(a CPU build.*\) in the environment of relayout$"
     )
     with pytest.raises(PlanError, match=message):
         relayout.convert(tmp_path / "model", tmp_path / "out", tp=2, plan="vllm")

@@ -342,7 +342,7 @@ def test_a_cut_inside_a_byte_is_refused_with_the_tensors_name() -> None:
     family = parse_family('[cut]\nw = { dim = 0, by = "even" }', "mine.toml", "mine")
     assert ranges_of(plan_by(make_source({"w": (4, 3)}, stored_as="F4"), 2, family)) == [((0, 2),), ((2, 2),)]
     with pytest.raises(
-        PlanError, match=r"^checkpoint: tensor 'w': .*\[2, 3\].* inside a byte.* \(this .* for 1 rank\)$"
+        PlanError, match=r"^checkpoint: tensor 'w': .*\[2, 3\].* inside a byte.* \(this .* among 1 rank\)$"
     ):
         plan_by(make_source({"w": (2, 3)}, stored_as="F4"), 2, family)
 

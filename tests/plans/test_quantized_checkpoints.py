@@ -349,7 +349,7 @@ def test_a_form_that_cannot_be_cut_is_refused_by_name_with_the_reason_and_conver
     method = Method(REFUSED_FORMS[name], lambda _: np.zeros((0, 0)))
     source = write_quantized(Quantized(method, sizes={"D": 16, "I": 256, "H": 128}), tmp_path / "source")
     word = name.partition(" ")[0]
-    with pytest.raises(PlanError, match=rf"quantized by .*{word}.* which no rule can cut: \w.*; .*--tp 1\b"):
+    with pytest.raises(PlanError, match=rf"quantized by .*{word}.* which no rule can divide: \w.*; .*--tp 1\b"):
         relayout.convert(source, tmp_path / "out", tp=2)
     assert [path.name for path in tmp_path.iterdir()] == ["source"]
     relayout.convert(source, tmp_path / "out", tp=1)

@@ -499,7 +499,7 @@ def test_a_refused_command_changes_nothing(make: Make, plans: Plans) -> None:
     before = dict(world.bucket.objects)
     for way in WAYS.values():
         writer.begin()
-        with pytest.raises(PlanError, match=r"out: is claimed by a conversion of .*model at TP 2, of which \d+ files"):
+        with pytest.raises(PlanError, match=r"is claimed by a conversion of .*model at TP 2, \d+ files of it exist"):
             way(writer, plans[1][0])
     assert world.bucket.objects == before
     convert(writer, plans[1][0], force=True)

@@ -47,9 +47,9 @@ import sys
 from pathlib import Path
 
 from relayout.publish.folder import staging_folder
-from relayout.publish.output import Work
+from relayout.publish.output import OutputSpec
 
-with staging_folder(Path(sys.argv[1]), Work(what="a test", fingerprint="of-a-test")) as staging:
+with staging_folder(Path(sys.argv[1]), OutputSpec(what="a test", fingerprint="of-a-test")) as staging:
     folder = staging.folder.path
     (folder / "mine").write_text("first")
     print("held", flush=True)
@@ -695,7 +695,7 @@ def test_what_is_missing_is_told_in_the_unit_of_the_rest_and_rounded_up(
     monkeypatch.setattr(os, "statvfs", lambda path: SimpleNamespace(f_bavail=419_389_519, f_frsize=1))
     for needed, says in (
         (984_000_000, r"needs 984\.0 MB, 419\.\d MB are free there \(564\.\d MB too few\)$"),
-        (419_389_520, r"needs 419\.4 MB, 419\.\d MB are free there \([\d.]+ (bytes|kB) too few\)$"),
+        (419_389_520, r"needs 419\.4 MB, 419\.\d MB are free there \([\d.]+ (bytes?|kB) too few\)$"),
     ):
         with pytest.raises(PlanError, match=says):
             check_space(tmp_path, tmp_path / "out", needed)

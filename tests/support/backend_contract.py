@@ -28,9 +28,10 @@ class Target:
 
     @property
     def backend(self) -> Backend[Any]:
-        if self.name not in ("pinned", "gds"):
+        if self.name not in ("pinned", "gds", "cufile-compat"):
             return Options(backend=self.name).backend_for(self.stored)
-        return DeviceBackend("cpu", self.lanes.make, self.cufile if self.name == "gds" else None)
+        self.cufile.compat = self.name == "cufile-compat"
+        return DeviceBackend("cpu", self.lanes.make, None if self.name == "pinned" else self.cufile)
 
     def lay_out(self, pieces: Sequence[Region]) -> Ground:
         """Memory for the pieces, full of one byte, and what it should hold in the end."""

@@ -125,7 +125,7 @@ class Lanes:
 
 
 class SlowLane:
-    """See `relayout.loader.backends.cuda.Lane`."""
+    """See `relayout.loader.backends.cuda.CudaLane`."""
 
     def __init__(self, lanes: Lanes, nbytes: int) -> None:
         self._lanes = lanes

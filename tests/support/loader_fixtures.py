@@ -78,7 +78,7 @@ def fake_device(
                 with suppress(FileNotFoundError):
                     cache_in_part(path)
             # As `offer_gds` has it.
-            is_shown = not any(file.is_verified for file in options.proving(files))
+            is_shown = not any(file.is_verified for file in options.verified_files(files))
             return DeviceBackend("cpu", lanes.make, cufile if is_shown else None)
 
         monkeypatch.setattr(DeviceBackend, "max_buffer_nbytes", 8 * MIB)

@@ -232,7 +232,7 @@ def test_a_config_that_is_no_json_is_refused(tmp_path: Path) -> None:
 def test_an_interruption_while_tensors_are_copied_is_raised_at_once_and_nothing_is_saved(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("relayout.train.save.Held.on_host", Mock(side_effect=KeyboardInterrupt))
+    monkeypatch.setattr("relayout.train.save.HeldTensors.on_host", Mock(side_effect=KeyboardInterrupt))
     with pytest.raises(KeyboardInterrupt):
         relayout.save({"w": torch.ones(8)}, tmp_path / "out", tp=1, background=True)
     monkeypatch.undo()

@@ -136,7 +136,7 @@ def _joined(sources: Iterable[CopySource]) -> list[CopySource]:
 
 
 def _split(start: int, end: int, least: int) -> Iterator[tuple[int, int]]:
-    """Yield pieces of a range, each with `least` to twice as many bytes; a shorter range is one piece."""
+    """Yield pieces of a range, each with `least` to 2 * `least` bytes; a shorter range is one piece."""
     if start < end:
         count = max(1, (end - start) // least)
         yield from pairwise(start + (end - start) * index // count for index in range(count + 1))
@@ -151,7 +151,7 @@ class PartCopies:
         self._lock = threading.Lock()
         self._boto: Any = None
         self._lost: set[str] = set()
-        """URLs of objects of which a copy failed or differed. They are not tried again."""
+        """URLs of objects that could not be copied, or whose copies differed. They are not tried again."""
         self._is_over = False
         """True once such an upload failed: the service does not support it. Nothing is copied any more."""
         self._has_warned = False

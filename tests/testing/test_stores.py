@@ -128,7 +128,7 @@ WRONG: dict[Callable[[Shelf, pytest.MonkeyPatch], None], tuple[str, str, dict[st
     no_conditions: ("test_a_small_object_is_replaced_by_who_knows_it", "`put` writes where there is nothing", {}),
     refused_but_written: ("test_a_small_object_is_replaced_by_who_knows_it", "`put` writes where there is nothing", {}),
     all_below: ("test_deleting_leaves_what_is_not_named", "`delete` removes the objects that are named", {}),
-    never_asked: ("test_an_upload_that_is_given_up_makes_no_object", "`upload` asks `check`", {"tmp_path": None}),
+    never_asked: ("test_an_upload_that_is_given_up_makes_no_object", "`upload` calls `check`", {"tmp_path": None}),
     in_short: ("test_a_file_is_uploaded_whole", "`upload` sends all", {"tmp_path": None, "nbytes": 10 * 2**20}),
     empty_where_missing: ("test_a_missing_file_is_bad_input", "A missing file has no `stat`", {"nbytes": None}),
 }

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import struct
 import subprocess
 import sys
@@ -14,6 +13,7 @@ import numpy as np
 import pytest
 import zstandard
 from gpu import engine, kit
+from gpu.results import Results
 from support.patience import PATIENCE
 
 pytestmark = pytest.mark.documents
@@ -145,10 +145,16 @@ def test_a_file_that_packing_has_changed_is_noticed() -> None:
 def test_a_verdict_that_differs_is_the_exit_code(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], equal: bool | None, code: int
 ) -> None:
-    rows = [{"key": "vLLM, started", "seconds": 3}, {"key": "verdict: llama, tokens", "equal": equal}]
-    (tmp_path / "serve.jsonl").write_text("".join(f"{json.dumps(row)}\n" for row in rows))
+    rows = Results(tmp_path / engine.RESULTS, "serve")
+    rows.measure("vLLM, started", lambda: {"seconds": 3})
+    rows.measure("verdict: llama, tokens", lambda: {"equal": equal})
     assert engine.summary(tmp_path) == code
     word = {True: "equal", None: "missing", False: "DIFFERENT"}[equal]
-    assert capsys.readouterr().out == f"{word}: serve: llama, tokens\n"
-    joined = [json.loads(line) for line in (tmp_path / "engine.jsonl").read_text().splitlines()]
-    assert joined == [{"part": "serve"} | row for row in rows]
+    assert capsys.readouterr().out.endswith(f"\n{word}: serve: llama, tokens\n")
+
+
+def test_parts_share_a_file_and_measure_their_own_keys(tmp_path: Path) -> None:
+    for part in ("serve", "live"):
+        Results(tmp_path / "all.jsonl", part).measure("started", lambda part=part: {"of": part})  # type: ignore[misc]
+    assert Results(tmp_path / "all.jsonl", "live").rows["started"]["of"] == "live"
+    assert Results(tmp_path / "all.jsonl", "size").rows == {}

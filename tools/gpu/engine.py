@@ -14,7 +14,6 @@ import sys
 import tempfile
 import time
 from collections.abc import Callable, Iterator
-from contextlib import suppress
 from dataclasses import dataclass
 from fnmatch import fnmatch
 from pathlib import Path
@@ -27,7 +26,10 @@ from gpu.steps import Step, carry_out
 Rows = dict[str, dict[str, Any]]
 """What one process has told, by key."""
 
+RESULTS = "engine.jsonl"
 _TURNS = 2
+_LOG_LENGTH = 2**20
+"""Characters that are kept of the end of a part's log."""
 _QUIET = {
     "HF_HUB_OFFLINE": "1",
     "VLLM_NO_USAGE_STATS": "1",
@@ -211,7 +213,7 @@ def live(machine: Machine) -> None:
     root, plain = steps_at(machine.work, "llama", machine.device, _SHARES)
     repository = relayout.Steps(root)
     full = repository.path(next(entry.full.name for entry in repository.entries() if entry.full is not None))
-    calls: list[Any] = [["attest", "attest"]]
+    calls: list[Any] = [["attest", "attest"], ["digests, start", "digests"]]
     for number, (share, folder) in enumerate(zip(_SHARES, plain, strict=True), 1):
         calls += [
             [f"update, {share}", "update", str(root), number],
@@ -220,6 +222,8 @@ def live(machine: Machine) -> None:
         ]
     calls += [["attest again", "attest"], ["tokens", "tokens"], ["sleep 1", "sleep", 1], ["tokens, slept", "tokens"]]
     calls += [["digests, slept", "digests"], ["flip", "flip"], ["attest a flipped bit", "attest"]]
+    # Level 2 discards the weights: the engine then reads those of its start.
+    calls += [["sleep 2", "sleep", 2], ["reload", "reload"], ["digests, reloaded", "digests"]]
     settings = {"load_format": "relayout"} | ({"enable_sleep_mode": True} if machine.is_cuda else {})
     rows = machine.start("live", full, calls, settings=settings, updates=True)
     for share in _SHARES:
@@ -230,6 +234,8 @@ def live(machine: Machine) -> None:
     machine.verdict(
         "live, tokens after sleep", _value(rows, "tokens", "tokens"), _value(rows, "tokens, slept", "tokens")
     )
+    first = _value(rows, "digests, start", "digests")
+    machine.verdict("live, parameters after sleep 2", first, _value(rows, "digests, reloaded", "digests"))
     for key, wanted in (("attest", None), ("attest again", None), ("attest a flipped bit", "model.norm.weight")):
         found = _value(rows, key, "attest")
         said = None if found is None else [one.get("difference") for one in found]
@@ -326,28 +332,30 @@ def main() -> None:
     out.mkdir(parents=True, exist_ok=True)
     work.mkdir(parents=True, exist_ok=True)
     if options.part is not None:
-        PARTS[options.part][0](Machine(Results(out / f"{options.part}.jsonl"), work, options.device))
+        PARTS[options.part][0](Machine(Results(out / RESULTS, options.part), work, options.device))
         return
     steps.LEAST_S = 15
     wanted = [step for step in parts(out, work, options.device, options.factor) if fnmatch(step.name, options.only)]
     deadline = time.monotonic() + options.seconds
-    is_done = carry_out(out, wanted, deadline, {"PYTHONUNBUFFERED": "1"})
+    told = work / "parts"
+    try:
+        is_done = carry_out(told, wanted, deadline, {"PYTHONUNBUFFERED": "1"})
+    finally:  # One file of all logs: a machine may return only a few files.
+        logs = [path for path in (told / f"{name}.log" for name in PARTS) if path.exists()]
+        texts = [f"== {path.stem}\n{path.read_text(errors='replace')[-_LOG_LENGTH:]}\n" for path in logs]
+        (out / "engine.log").write_text("".join(texts))
     sys.exit(summary(out) or (0 if is_done else 75))
 
 
 def summary(out: Path) -> int:
-    """Join all results in `engine.jsonl`, print the verdicts, and return 1 if one of them is "different"."""
-    lines, code = [], 0
-    for name in PARTS:
-        with suppress(FileNotFoundError):
-            for line in (out / f"{name}.jsonl").read_text().splitlines():
-                row = json.loads(line)
-                lines.append(json.dumps({"part": name} | row))
-                if "equal" in row:
-                    word = {True: "equal", False: "DIFFERENT", None: "missing"}[row["equal"]]
-                    print(f"{word}: {name}: {row['key'].removeprefix('verdict: ')}")
-                    code |= row["equal"] is False
-    (out / "engine.jsonl").write_text("".join(f"{line}\n" for line in lines))
+    """Print the verdicts, and return 1 if one of them is "different"."""
+    code = 0
+    rows = [json.loads(line) for line in (out / RESULTS).read_text().splitlines()] if (out / RESULTS).exists() else []
+    for row in rows:
+        if "equal" in row:
+            word = {True: "equal", False: "DIFFERENT", None: "missing"}[row["equal"]]
+            print(f"{word}: {row['part']}: {row['key'].removeprefix('verdict: ')}")
+            code |= row["equal"] is False
     return code
 
 

@@ -14,9 +14,10 @@ from typing import Any
 class Results:
     """A file of results."""
 
-    def __init__(self, path: Path) -> None:
-        """Read what is there; a last line that was cut off is dropped."""
+    def __init__(self, path: Path, part: str | None = None) -> None:
+        """Read the rows of a part, or of a file without parts; a last line that was cut off is dropped."""
         self._path = path
+        self._part = {} if part is None else {"part": part}
         self.rows: dict[str, dict[str, Any]] = {}
         text = path.read_text() if path.exists() else ""
         kept = text[: text.rfind("\n") + 1]
@@ -24,7 +25,8 @@ class Results:
             path.write_text(kept)
         for line in kept.splitlines():
             row = json.loads(line)
-            self.rows[row["key"]] = row
+            if row.get("part") == part:
+                self.rows[row["key"]] = row
 
     def measure(self, key: str, what: Callable[[], dict[str, Any]]) -> None:
         """Measure what is not there yet; an error is a result."""
@@ -35,7 +37,7 @@ class Results:
             result = what()
         except Exception as error:
             result = {"error": f"{type(error).__name__}: {error}"}
-        row = self.rows[key] = {"key": key, **result, "took_s": round(time.monotonic() - started, 2)}
+        row = self.rows[key] = {**self._part, "key": key, **result, "took_s": round(time.monotonic() - started, 2)}
         with self._path.open("a") as file:
             file.write(json.dumps(row) + "\n")
         print(json.dumps(row), flush=True)

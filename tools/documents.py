@@ -503,13 +503,13 @@ def rows() -> str:
 def costs() -> str:
     """What a fleet's first load takes by the size of the checkpoint: `tools/run bench costs`."""
     steps = first_loads.STEPS
-    heads = ["GB", *(f"{step}: CPU s/GB, MB of memory" for step in steps[:-1]), "load: CPU s/GB, MB beyond the tensors"]
+    heads = ["GB", "tensors", "files", *(f"{step}: s, GB/s, MB" for step in steps)]
     rows = [f"| {' | '.join(heads)} |", "|---" * len(heads) + "|"]
-    for row in sorted(_results("costs")["rows"], key=lambda row: row["nbytes"]):
-        found = (row["steps"][step] for step in steps)
-        figures = ((min(one["all_cpu_seconds"]) / row["nbytes"] * 1e9, max(one["all_peak_nbytes"])) for one in found)
-        cells = (f"{cpu:.2f}, {peak / 1e6:.0f}" for cpu, peak in figures)
-        rows.append(f"| {row['nbytes'] / 1e9:.1f} | {' | '.join(cells)} |")
+    for row in _results("costs")["rows"]:
+        found = (first_loads.best(row, step) for step in steps)
+        cells = (f"{s:.1f}, {row['nbytes'] / s / 1e9:.2f}, {peak / 1e6:.0f}" for s, peak in found)
+        sizes = f"{row['nbytes'] / 1e9:.1f} | {row['tensors']:,} | {row['files']}"
+        rows.append(f"| {sizes} | {' | '.join(cells)} |")
     return "\n".join(rows)
 
 

@@ -82,8 +82,8 @@ def bench(
     """Measure what relayout gains on this machine.
 
     Loads one rank, and all ranks at once, by relayout and by other loaders, from a cold and from a warm page cache.
-    Each load runs in fresh processes; bytes are compared; the drive's limit is measured. PATH is only read. If the
-    command is stopped, it prints the results so far.
+    Each load runs in fresh processes; bytes are compared; the drive's limit is measured. No file at PATH is changed. If
+    the command is stopped, it prints the results so far.
     """
     with output(quiet, verbose, as_json) as out:
         out.work("measuring")

@@ -69,7 +69,7 @@ First steps:
   relayout.load('MODEL-tp8', rank)   in Python
 
 \b
-Exit codes: 0 done, 1 verification found a difference, 2 bad input or usage,
+Exit codes: 0 done, 1 a check failed, 2 bad input or usage,
 3 I/O failure, 130 interrupted, 143 terminated.""",
 )
 plans = typer.Typer(

@@ -470,7 +470,7 @@ def _console() -> Console:
 
     class OfCommand(Console):
         def on_broken_pipe(self) -> None:
-            # rich would exit with code 1, which means that verification found a difference.
+            # rich would exit with code 1, which means that a check failed.
             raise BrokenPipeError
 
     console = OfCommand(highlight=False)

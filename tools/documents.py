@@ -565,10 +565,10 @@ def _clients(name: str, found: dict[str, Any]) -> str:
     by, numbers = _cases(found)
     every = [row["all_seconds"] for row in by.values() if "all_seconds" in row]
     spread = sorted((max(runs) - min(runs)) / median(runs) for runs in every)
-    apart = f", apart by {100 * median(spread):.0f} % in the median and {100 * spread[-1]:.0f} % at most"
+    apart = f", which differ by {100 * median(spread):.0f} % in the median and by {100 * spread[-1]:.0f} % at most"
     file = f"[clients_{name}.json](../../tools/results/clients_{name}.json)"
     runs = max(map(len, every))
-    rows = [f"**{found['storage']}**, runs of each: {runs}{apart if runs > 1 else ''} ({file}).", ""]
+    rows = [f"**{found['storage']}**: {runs} run{'s' * (runs > 1)} of each{apart if runs > 1 else ''} ({file}).", ""]
     heads = [f"nodes: {number}" for number in numbers]
     heads += ["nodes to nodes", "CPU s of nodes", "of server"]
     rows += [f"| s, bytes sent | {' | '.join(heads)} |", "|---" * (1 + len(heads)) + "|"]

@@ -86,6 +86,7 @@ def bench(
     the command is stopped, it prints the results so far.
     """
     with output(quiet, verbose, as_json) as out:
+        out.begin(f"reading the headers of {path}")
         out.work("measuring")
         drawing = None if chart is None else new_chart(chart)
         show = partial(_show_bench, out, drawing)

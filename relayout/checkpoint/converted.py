@@ -211,7 +211,7 @@ def check_holes(fd: int | None, open_it: Callable[[], ReadableFile], proof: File
 
 
 def digests_of_small(manifest: Manifest) -> dict[str, str]:
-    """Return digests of small files in the manifest, by name: rank tables, source record, built-in loaders' index."""
+    """Return digests of small files in the manifest, by name: rank tables, source record, stock loaders' index."""
     tables = {holder.table: holder.table_digest for holder in manifest.holders.values()}
     index = {} if manifest.hub_index_digest is None else {HUB_INDEX_NAME: manifest.hub_index_digest}
     return {**tables, SOURCE_RECORD_NAME: manifest.record_digest, **index}

@@ -45,6 +45,8 @@ def next_step(error: BaseException, argv: Sequence[str]) -> str:
     said = str(error)
     if quoted := _quoted_command(error, argv, said) or _corrected(argv, said) or _without_option(argv, said):
         return quoted
+    if match := re.search(r"^no such command '([^']+)'", said):
+        return _help(argv[: argv.index(match[1])] if match[1] in argv else ())  # This help lists the commands.
     if isinstance(error, FormatError):
         return _after_bad_file(error, argv)
     if isinstance(error, PlanError):

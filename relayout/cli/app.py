@@ -73,7 +73,7 @@ Exit codes: 0 done, 1 a check failed, 2 bad input or usage,
 3 I/O failure, 130 interrupted, 143 terminated.""",
 )
 plans = typer.Typer(
-    help="List, print, make or check plans: rules that assign slices to ranks.",
+    help="List, print, make or check plans, the rules of slicing.",
     callback=require_command,
     invoke_without_command=True,
 )
@@ -228,15 +228,14 @@ def add_to_cache(
     expert_parallel: ExpertParallelOption = False,
     observe: Annotated[
         str | None,
-        typer.Option(
-            metavar="ENGINE", help="Observe this engine, vllm or sglang, if no built-in plan is for the model."
-        ),
+        typer.Option(metavar="ENGINE", help="Observe this engine, vllm or sglang, if the model has no built-in plan."),
     ] = None,
     background: Annotated[
         bool,
         typer.Option(
             "--background",
-            help="Work at low priority while no engine here loads, until stdin is closed or the parent process ends.",
+            help="Work at low priority, and only while no engine on this machine loads. End when stdin is closed or the"
+            " parent process ends.",
         ),
     ] = False,
     quiet: QuietOption = False,

@@ -191,6 +191,7 @@ def doctor(
     Shows file system, direct I/O, page cache and GPU. Reads headers only.
     """
     with output(quiet, verbose, as_json) as out:
+        out.begin(f"reading the headers of {path}")
         from relayout.cli import render
         from relayout.loader import diagnose as diagnosis
 

@@ -109,7 +109,7 @@ def convert(
     """Rewrite a checkpoint for N tensor-parallel ranks.
 
     OUT appears complete or not at all; SRC is only read. After an interruption the same command resumes. With --tp 1
-    any model can be converted, into a folder for built-in loaders.
+    any model can be converted; stock loaders can then read the folder.
     """
     with output(quiet, verbose, as_json) as out:
         way = _Way(dry_run, force, if_missing, threads, memory, scratch, unit, commit)
@@ -251,8 +251,8 @@ def copy(
         typer.Option(
             "--reuse",
             metavar="OLD",
-            help="An older version near DST: bytes that it has are not read from SRC; in S3 the server copies them."
-            " With --force: DST itself.",
+            help="An older version, on the drive or in the bucket of DST. Bytes that it already has are not read from"
+            " SRC. With --force: DST itself.",
         ),
     ] = None,
     trust: TrustOption = None,
@@ -297,7 +297,9 @@ def copy(
 @commands.command(rich_help_panel="Update", epilog=examples("delta step-1 step-2 -o step-1-to-2"))
 def delta(
     old: Annotated[str, typer.Argument(metavar="OLD", help="A folder that `relayout convert` wrote, or its URL.")],
-    new: Annotated[str, typer.Argument(metavar="NEW", help="The same model, converted alike, with other weights.")],
+    new: Annotated[
+        str, typer.Argument(metavar="NEW", help="Another version of the same model, converted with the same options.")
+    ],
     output_folder: Annotated[str, typer.Option("--output", "-o", metavar="DELTA", help="Folder to write, or its URL.")],
     threads: ThreadsOption = 8,
     scratch: ScratchOption = None,
@@ -360,7 +362,7 @@ def apply(
 )
 def sign(
     path: ConvertedArgument,
-    key: Annotated[str, typer.Option(metavar="FILE", help="A private key: an elliptic curve, PEM.")],
+    key: Annotated[str, typer.Option(metavar="FILE", help="A private key on an elliptic curve, as PEM.")],
     certificate: Annotated[str | None, typer.Option(metavar="FILE", help="The certificate of that key, PEM.")] = None,
     chain: Annotated[
         list[str] | None, typer.Option(metavar="FILE", help="An intermediate certificate; repeatable.")

@@ -41,7 +41,7 @@ def convert(
         unmatched: treatment of tensors that no rule matches: "error", or "replicate" to store them whole for every
             rank, which is the default with the plan of transformers.
         max_part_nbytes: approximate size of files, in bytes; larger ranks are split into several files.
-        layout: "ranks": separate files for each rank's slices. "whole": whole tensors, which every built-in loader
+        layout: "ranks": separate files for each rank's slices. "whole": whole tensors, which every stock loader
             reads, and in addition each rank's slices that are not contiguous in them; for a Llama, the output is a
             third larger.
         ranks: write only these ranks, such as range(4) or "0-3", and read only the bytes of the source that they need.

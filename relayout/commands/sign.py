@@ -77,7 +77,7 @@ def sign(
 
     Args:
         path: a converted folder, a delta, or its URL.
-        key: a private key (PEM, an elliptic curve).
+        key: a private key on an elliptic curve, as PEM.
         certificate: the certificate of that key (PEM).
         chain: certificates that lead to a root.
         threads: number of files that are read concurrently.

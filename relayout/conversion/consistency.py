@@ -534,7 +534,7 @@ def check_slices(
 
 
 def check_other_files(folder: Store, manifest: Manifest, tables: Mapping[int, RankTable]) -> Iterator[Difference]:
-    """Check file names and the index for built-in loaders, and that no other safetensors files exist."""
+    """Check file names and the index for stock loaders, and that no other safetensors files exist."""
     known = {file.name for file in manifest.files}
     for name, next_name in pairwise(sorted(known, key=str.lower)):
         if name.lower() == next_name.lower():
@@ -561,7 +561,7 @@ def _read_hub_index(folder: Store) -> Fields:
 
 
 def _check_refusal(folder: Store, manifest: Manifest) -> Iterator[Difference]:
-    """Check that the index of a folder with only slices stops built-in loaders."""
+    """Check that the index of a folder with only slices stops stock loaders."""
     expected = missing_shard_name(manifest.num_ranks)
     if _read_hub_index(folder).object("weight_map").get(SLICES_ONLY) != expected:
         what = f"does not name {expected}, by which other loaders see that this has slices only"

@@ -306,7 +306,7 @@ def source_record(conversion: Conversion, side_files: Sequence[SideFile]) -> Sou
 
 
 def _hub_index(conversion: Conversion) -> bytes:
-    """Return the index.json with which built-in loaders read the whole tensors.
+    """Return the index.json with which stock loaders read the whole tensors.
 
     If the folder has only slices, the index names a file that does not exist, so that loaders that use the index fail
     instead of taking slices for tensors.

@@ -325,7 +325,7 @@ class DeltaManifest:
     digests: tuple[ChangedDigests, ...]
     """For each holder of the result, in order, and then for the source."""
     others: tuple[str, ...]
-    """Other files that are new, or differ from the base: record, index for built-in loaders, side files."""
+    """Other files that are new, or differ from the base: record, index for stock loaders, side files."""
 
     by_number: Mapping[int, DeltaFile] = field(init=False, repr=False, compare=False)
     """The changed weight files, by number."""

@@ -25,7 +25,7 @@ SIGNATURE_NAME = "model.sig"
 """The file with a signature of all files in its folder. `model_signing sign` writes that name by default."""
 
 HUB_INDEX_NAME = "model.safetensors.index.json"
-"""The index with which built-in loaders find the file of each tensor."""
+"""The index with which stock loaders find the file of each tensor."""
 
 SLICES_ONLY = "relayout: this folder has slices of tensors only"
 """The name in that index in place of tensors, if the folder has only slices.
@@ -130,7 +130,7 @@ class Manifest:
     source_nbytes: int
     """Bytes of all source tensors."""
     hub_index_digest: str | None
-    """BLAKE3 digest of model.safetensors.index.json, for built-in loaders; None: the folder has no such index."""
+    """BLAKE3 digest of model.safetensors.index.json, for stock loaders; None: the folder has no such index."""
     chunk_nbytes: int
     """Bytes of a chunk: relayout.chunks has one digest for each chunk of a file."""
     files: tuple[IndexedFile, ...]

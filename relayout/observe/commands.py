@@ -44,7 +44,7 @@ def observe_plan(
     verbose: VerboseOption = False,
     as_json: JsonOption = False,
 ) -> None:
-    """Observe how an installed engine shards a checkpoint, and write a plan file."""
+    """Write a plan from observing an installed engine."""
     with output(quiet, verbose, as_json) as out:
         from relayout.observe import observation as observing
 

@@ -23,6 +23,8 @@ from relayout.errors import FormatError, MissingPathError, PlanError
         ),
         (PlanError("no entry", code="option"), "cache remove x", "relayout cache remove --help"),
         (PlanError("no command", code="option"), "--verbose", "relayout --help"),
+        (PlanError("no such command 'load'"), "load m", "relayout --help"),
+        (PlanError("no such command 'frob'"), "plans frob", "relayout plans --help"),
         (
             PlanError("no such command 'convrt'; did you mean 'convert'?"),
             "convrt m --tp 2",

@@ -106,6 +106,7 @@ def test_at_80_columns_no_line_is_longer_and_no_word_is_cut(command: str, folder
         "of",
         "llama",
         "llam",
+        "out",
         "converting",
         "verifying",
         "restoring",

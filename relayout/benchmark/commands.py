@@ -72,7 +72,8 @@ def bench(
         typer.Option(
             "--yes/--no",
             "-y/-n",
-            help="Drop these files from the page cache; without that, only warm loads are measured. Default: ask.",
+            help="Drop the checkpoint's files from the page cache before cold loads. With --no, only warm loads are"
+            " measured. Default: ask.",
         ),
     ] = None,
     quiet: QuietOption = False,

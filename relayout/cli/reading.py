@@ -80,11 +80,12 @@ def verify(
 ) -> None:
     """Check every byte of a checkpoint, converted or plain.
 
-    Of a converted folder, checks structure, manifest, and the digest of every slice; with --source, each slice against
-    the source. Only --source and `relayout restore` prove that the slices of all ranks make the tensors of the source.
+    For a converted folder, checks the structure, the manifest and the digest of every slice. With --source, also
+    compares each slice with the source. Only --source and `relayout restore` prove that the slices of all ranks make
+    the tensors of the source.
 
-    Of a plain checkpoint, checks headers and index, and, without a network, every byte that has a digest in the cache
-    of the hub, in `hf download --local-dir`, SHA256SUMS or, with --trust, model.sig.
+    For a plain checkpoint, checks headers and index, and every byte with a local digest: from the cache of the hub,
+    `hf download --local-dir`, SHA256SUMS or, with --trust, model.sig. Needs no network.
     """
     with output(quiet, verbose, as_json) as out:
         from relayout.cli import render
@@ -153,8 +154,8 @@ def files(
 ) -> None:
     """Print the names of the files that ranks need.
 
-    For tools that copy files. relayout.json is the last. A name that begins with - is printed with ./ before it, so
-    that tools do not read it as an option.
+    For tools that copy files. The last name is relayout.json. A name that begins with - is printed with ./ before it,
+    so that tools do not read it as an option.
     """
     with output(quiet, verbose, as_json) as out:
         if null and form is FilesFormat.CSI:

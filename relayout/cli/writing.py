@@ -47,8 +47,8 @@ _UnmatchedOption = Annotated[
     Literal["error", "replicate"] | None,
     typer.Option(
         metavar="error|replicate",
-        help="What to do with tensors that no rule of the plan matches. Default: error; with --plan transformers,"
-        " which lists only sliced tensors: replicate, at most a quarter of the bytes.",
+        help="What to do with tensors that no rule of the plan matches. Default: error. With --plan transformers,"
+        " which lists only sliced tensors, the default is replicate, for at most a quarter of the bytes.",
     ),
 ]
 _PartSizeOption = Annotated[
@@ -58,8 +58,8 @@ _LayoutOption = Annotated[
     Literal["ranks", "whole"],
     typer.Option(
         metavar="ranks|whole",
-        help="ranks: separate files for each rank's slices. whole: whole tensors, which stock loaders read, and"
-        " each rank's slices that are not contiguous in them; a third larger for a Llama.",
+        help="ranks: separate files for each rank's slices. whole: whole tensors, readable by stock loaders,"
+        " plus a copy of each slice that is not contiguous in them; a third larger for a Llama.",
     ),
 ]
 _UnitOption = Annotated[
@@ -252,7 +252,7 @@ def copy(
             "--reuse",
             metavar="OLD",
             help="An older version, on the drive or in the bucket of DST. Bytes that it already has are not read from"
-            " SRC. With --force: DST itself.",
+            " SRC. With --force, OLD can be DST.",
         ),
     ] = None,
     trust: TrustOption = None,
@@ -374,8 +374,8 @@ def sign(
 ) -> None:
     """Sign a converted folder.
 
-    Reads every byte once, compares it, and writes model.sig, which `model_signing verify` accepts. Under a policy
-    (RELAYOUT_TRUST, --trust), later readers verify each byte while they read it.
+    Reads every byte once, compares it with its digest, and writes model.sig, which `model_signing verify` accepts.
+    Under a policy (RELAYOUT_TRUST, --trust), later readers verify each byte while they read it.
     """
     with output(quiet, verbose, as_json) as out:
         from relayout.cli import render

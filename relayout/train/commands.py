@@ -47,7 +47,8 @@ def steps(
         typer.Option(
             "--grace",
             metavar="SECONDS",
-            help="Keep retired steps for this many seconds, for readers of an older index. Default: as published.",
+            help="With --prune: keep retired steps for this many seconds, for readers of an older index. Default: the"
+            " value that the publisher set.",
         ),
     ] = None,
     quiet: QuietOption = False,

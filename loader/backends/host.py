@@ -197,7 +197,7 @@ def _pace_of(requests: Sequence[Request], budget: Budget) -> Pace:
 
 
 def _num_parts(requests: Sequence[Request], nbytes: int) -> int:
-    """Return the number of requests, once those that go straight into the arena are cut to `nbytes` at most."""
+    """Return the number of requests after those that go straight into the arena are cut into parts of `nbytes`."""
     return sum(1 if one.arena_offset is None else -(-one.extent.nbytes // nbytes) for one in requests)
 
 

@@ -459,8 +459,8 @@ def is_unchanged(checkpoint: SourceCheckpoint, before: SourceIdentity) -> bool:
     """Return True if the files still have this identity; for errors see `identity_of`.
 
     Usually no file is read. Each file must have the version that its header was read from, as for all reads. A local
-    file must also have the same place; each write changes the ctime, which is part of it. On file systems of other
-    machines, which may report any ctime, samples are read again.
+    file must also have the same location, which includes its ctime; each write changes the ctime. On file systems of
+    other machines, which may report any ctime, samples are read again.
     """
     folder, files = checkpoint.folder, checkpoint.files
     if any(_status(folder, file.name).version != file.version for file in files if file.version):

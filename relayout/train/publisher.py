@@ -154,8 +154,9 @@ class Publisher:
         self._layout: object = None
         """The properties that must be equal for a delta: names, dtypes, shapes, cuts and locations of all tensors."""
         self._known: set[str] = set()
-        """Names that the index may end with: those of this publisher's last step, or found in the index at its start,
-        and all that it has announced since. Other names belong to another publisher."""
+        """Names that may be last in the index. These are the names of this publisher's last step, or those in the index
+        at its start, and all names that it has announced since. Other names belong to another publisher.
+        """
         self._since_full = 0
         """Steps since the last folder."""
         self._share = 0.0

@@ -253,7 +253,7 @@ class PartCopies:
         self._warn(why)
 
     def _warn(self, why: str) -> None:
-        """Log the first reason for which bytes are sent."""
+        """Log why bytes are sent instead of copied by the server, once."""
         with self._lock:
             is_first, self._has_warned = not self._has_warned, True
         if is_first:

@@ -69,7 +69,7 @@ def _components(attribute: bytes, nbytes: int) -> Iterator[tuple[int, int, int]]
 
 
 def _stripes(attribute: bytes, offset: int) -> Iterator[int]:
-    """Yield the stripe count of the layout at an offset, unless its data is not in objects."""
+    """Yield the stripe count of the layout at an offset; nothing if its data is stored outside objects."""
     pattern, count = _LAYOUT.unpack_from(attribute, offset)
     if pattern & _PATTERN_MASK == _RAID0 and count:
         yield count
